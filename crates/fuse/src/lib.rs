@@ -1,0 +1,1 @@
+//! The mount: FUSE requests to volume calls, nothing else

@@ -1,0 +1,1 @@
+//! One engine: local socket, batch ring, REST and metrics

@@ -1,0 +1,1 @@
+//! The native driver of headrace bench: file workloads timed without an interpreter

@@ -23,7 +23,12 @@ pub struct Budget {
 
 impl Budget {
     pub fn new(name: &'static str, bytes_max: u64) -> Arc<Budget> {
-        Arc::new(Budget { name, bytes_max, state: Mutex::new(State { used: 0, peak: 0 }), freed: Condvar::new() })
+        Arc::new(Budget {
+            name,
+            bytes_max,
+            state: Mutex::new(State { used: 0, peak: 0 }),
+            freed: Condvar::new(),
+        })
     }
 
     pub fn bytes_max(&self) -> u64 {

@@ -5,6 +5,7 @@
 
 pub mod budget;
 pub mod checksum;
+pub mod crash;
 pub mod error;
 pub mod ids;
 pub mod random;

@@ -1,0 +1,162 @@
+//! Gives back segments that nothing can reach. Never by age.
+//!
+//! A segment's bytes can be named only by the inodes whose records it holds: its own descriptors say which. So a
+//! segment that lost a reference is looked at one inode at a time, in the present and in every sealed version,
+//! and removed when none of them names it. Announced segments are left alone; a closed one gets no new names.
+//! A reader that had copied extents of a removed segment finds it gone and looks again (`file`).
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use headrace_base::{Ino, Kind, Result, SegmentId};
+use headrace_flash::Flash;
+use headrace_format::key;
+use headrace_format::record::{Extent, Place, Seal};
+use headrace_meta::{At, MetaStore};
+
+use crate::live::{LiveTable, load_extents, load_inode};
+
+/// Removals come in bursts; one look serves a whole burst.
+const PAUSE: Duration = Duration::from_secs(2);
+
+#[derive(Debug)]
+pub struct Collector {
+    store: Arc<dyn MetaStore>,
+    flash: Arc<Flash>,
+    /// Segments that lost a reference since they were last looked at.
+    suspects: Mutex<HashSet<SegmentId>>,
+    /// Suspects that were still open: looked at again with the next burst.
+    open: Mutex<HashSet<SegmentId>>,
+    wake: Condvar,
+    stop: AtomicBool,
+}
+
+impl Collector {
+    pub fn new(store: Arc<dyn MetaStore>, flash: Arc<Flash>) -> Collector {
+        Collector {
+            store,
+            flash,
+            suspects: Mutex::default(),
+            open: Mutex::default(),
+            wake: Condvar::new(),
+            stop: AtomicBool::new(false),
+        }
+    }
+
+    /// These extents are named once less.
+    pub fn note_extents<'a>(&self, extents: impl IntoIterator<Item = &'a Extent>) {
+        self.note_segments(extents.into_iter().filter_map(|extent| segment_of(&extent.place)));
+    }
+
+    pub fn note_segments(&self, segments: impl IntoIterator<Item = SegmentId>) {
+        let mut suspects = self.lock();
+        let before = suspects.len();
+        suspects.extend(segments);
+        if suspects.len() > before {
+            suspects.extend(self.open.lock().unwrap_or_else(PoisonError::into_inner).drain());
+            self.wake.notify_one();
+        }
+    }
+
+    pub fn run(&self, live: &Arc<LiveTable>) {
+        while !self.stop.load(Ordering::Acquire) {
+            let suspects = {
+                let mut suspects = self.lock();
+                if suspects.is_empty() {
+                    suspects = self
+                        .wake
+                        .wait_timeout(suspects, PAUSE * 10)
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .0;
+                }
+                // Let the burst end.
+                if !suspects.is_empty() && !self.stop.load(Ordering::Acquire) {
+                    suspects =
+                        self.wake.wait_timeout(suspects, PAUSE).unwrap_or_else(PoisonError::into_inner).0;
+                }
+                std::mem::take(&mut *suspects)
+            };
+            if suspects.is_empty() || self.stop.load(Ordering::Acquire) {
+                continue;
+            }
+            match self.collect(live, suspects) {
+                Ok(0) => {}
+                Ok(removed) => tracing::info!(removed, "gave back segments that nothing names"),
+                Err(error) => {
+                    tracing::error!(%error, "the collector stopped half-way; it goes on with the next removal")
+                }
+            }
+        }
+    }
+
+    /// Looks at each suspect; gives how many were removed.
+    pub fn collect(&self, live: &Arc<LiveTable>, suspects: HashSet<SegmentId>) -> Result<u64> {
+        let mut versions = vec![At::Latest];
+        for (_, value) in self.store.scan(b"Z", b"[", usize::MAX, At::Latest)? {
+            versions.push(At::Version(Seal::decode(&value)?.version));
+        }
+        let mut removed = 0;
+        let files = self.flash.list()?;
+        for file in files.iter().filter(|file| suspects.contains(&file.segment)) {
+            if self.stop.load(Ordering::Acquire) {
+                break;
+            }
+            if self.store.get(&key::pending(file.segment), At::Latest)?.is_some() {
+                self.open.lock().unwrap_or_else(PoisonError::into_inner).insert(file.segment);
+                continue;
+            }
+            if !self.is_named(live, file.segment, &versions)? {
+                self.flash.remove(file.segment, file.kind)?;
+                removed += 1;
+            }
+        }
+        Ok(removed)
+    }
+
+    fn is_named(&self, live: &Arc<LiveTable>, segment: SegmentId, versions: &[At]) -> Result<bool> {
+        let inodes: HashSet<Ino> =
+            self.flash.records(segment)?.into_iter().map(|(origin, _)| origin.ino).collect();
+        let names =
+            |extents: &[Extent]| extents.iter().any(|extent| segment_of(&extent.place) == Some(segment));
+        for ino in inodes {
+            for at in versions {
+                if *at == At::Latest {
+                    // Under the inode's lock: its extents cannot change form between two reads.
+                    match live.pin(&*self.store, ino) {
+                        Ok(pin) => {
+                            let state = pin.lock();
+                            if !state.removed && (names(&state.extents) || names(&state.committed_extents)) {
+                                return Ok(true);
+                            }
+                        }
+                        Err(error) if error.kind() == Kind::NotFound => {}
+                        Err(error) => return Err(error),
+                    }
+                } else if let Some(inode) = load_inode(&*self.store, ino, *at)?
+                    && names(&load_extents(&*self.store, ino, &inode, *at)?)
+                {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.wake.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashSet<SegmentId>> {
+        self.suspects.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+pub fn segment_of(place: &Place) -> Option<SegmentId> {
+    match place {
+        Place::Pack { segment, .. } | Place::File { segment, .. } => Some(*segment),
+        Place::Inline { .. } => None,
+    }
+}

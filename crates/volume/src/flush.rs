@@ -1,0 +1,885 @@
+//! The road of dirty bytes: into a segment, made durable, named by a metadata commit. In this order always, so
+//! that a crash leaves garbage at worst and never a dangling name.
+//!
+//! 1. *take*: an inode's dirty ranges become `flushing` (still read), the inode is busy.
+//! 2. *append*: many inodes' ranges go as one frame into the open pack; a large file that is written from its
+//!    start goes into a file segment of its own.
+//! 3. *apply*: extents point at the new bytes; the memory is free.
+//! 4. *sync*: fdatasync of the segments.
+//! 5. *commit*: the inode with its new extents, under the announcement of each segment it names.
+//!
+//! A writer that streams a large file does 1 to 3 itself (`spill`); everything else is done by fsync for one
+//! inode and by the flusher's thread for all, at the latest `AGE_MAX` after the write. A failed append (disk
+//! full) puts the bytes back: nothing is lost while the engine lives, writers get the error, and the flusher
+//! tries again each second.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use headrace_base::{Error, Ino, Kind, MIB, Result, SegmentId, SessionId, crash, time};
+use headrace_flash::{FileSegmentWriter, Flash, PackRecord};
+use headrace_format::key;
+use headrace_format::record::{Extent, Place, SegmentKind};
+use headrace_format::segment::Origin as SegmentOrigin;
+use headrace_meta::{At, Commit, MetaStore, Precondition, Write};
+
+use crate::collect::{Collector, segment_of};
+use crate::dirty::DirtyRanges;
+use crate::extents;
+use crate::live::{Live, LiveTable, Pin, State, region_writes};
+use crate::namespace::Names;
+use crate::packs::{OpenPack, Packs, announce, must_commit, withdraw};
+
+/// A file that has this much to flush at once, from its start on, gets a segment of its own.
+pub const FILE_SEGMENT_BYTES: u64 = 16 * MIB;
+/// The same while dirty memory is short: many large files are written at once.
+const FILE_SEGMENT_BYTES_PRESSED: u64 = 4 * MIB;
+/// A streaming writer appends to its file segment in pieces of this size.
+const SPILL_BYTES: u64 = 4 * MIB;
+/// Payload of one frame: large enough that headers and fdatasync are shared, small enough to build in memory.
+const FRAME_BYTES: u64 = 8 * MIB;
+/// Dirty bytes wait this long for more to come. With the store's own delay this keeps the promise of 5 s.
+const AGE_MAX: Duration = Duration::from_millis(1500);
+const TICK: Duration = Duration::from_millis(500);
+/// fsynced bytes up to this ride inside the metadata commit: one flush of the disk, not two.
+pub const INLINE_BYTES_MAX: u64 = 64 << 10;
+/// They move to a pack when an inode has this many pieces of them, or the volume this many inodes with some.
+const INLINE_EXTENTS_MAX: usize = 16;
+const INLINE_INODES_MAX: usize = 256;
+const INLINE_AGE_MAX: Duration = Duration::from_secs(5);
+
+/// Bounds dirty memory: writers wait here until the flusher has freed some.
+#[derive(Debug)]
+pub struct Gate {
+    bytes_max: u64,
+    used: Mutex<u64>,
+    freed: Condvar,
+    /// Set while flushing fails: (kind, errno, message).
+    failing: Mutex<Option<(i32, String)>>,
+    is_failing: AtomicBool,
+}
+
+impl Gate {
+    fn new(bytes_max: u64) -> Gate {
+        Gate {
+            bytes_max,
+            used: Mutex::new(0),
+            freed: Condvar::new(),
+            failing: Mutex::new(None),
+            is_failing: AtomicBool::new(false),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, u64> {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn used(&self) -> u64 {
+        *self.lock()
+    }
+
+    fn is_pressed(&self) -> bool {
+        self.used() > self.bytes_max / 4 * 3
+    }
+
+    fn acquire(&self, bytes: u64, wake: impl Fn()) -> Result<()> {
+        self.check()?;
+        let mut used = self.lock();
+        let mut waited = Duration::ZERO;
+        // One write larger than the whole gate passes when nothing else is held.
+        while *used > 0 && *used + bytes > self.bytes_max {
+            drop(used);
+            wake();
+            self.check()?;
+            used = self.lock();
+            let step = Duration::from_millis(100);
+            if *used > 0 && *used + bytes > self.bytes_max {
+                let (guard, timeout) =
+                    self.freed.wait_timeout(used, step).unwrap_or_else(PoisonError::into_inner);
+                used = guard;
+                if timeout.timed_out() {
+                    waited += step;
+                }
+            }
+            if waited > Duration::from_secs(60) {
+                return Err(Error::new(
+                    Kind::Unavailable,
+                    format!("{} bytes of dirty data could not be written to the segments for 60 s", *used),
+                ));
+            }
+        }
+        *used += bytes;
+        Ok(())
+    }
+
+    /// Counts bytes that are in memory already, whatever the bound.
+    fn add(&self, bytes: u64) {
+        *self.lock() += bytes;
+    }
+
+    pub fn release(&self, bytes: u64) {
+        if bytes > 0 {
+            let mut used = self.lock();
+            *used = used.saturating_sub(bytes);
+            self.freed.notify_all();
+        }
+    }
+
+    /// The error of the flusher, while it has one.
+    fn check(&self) -> Result<()> {
+        if !self.is_failing.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        match &*self.failing.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some((errno, message)) => Err(Error::errno(*errno, message.clone())),
+            None => Ok(()),
+        }
+    }
+
+    fn set_failing(&self, error: Option<&Error>) {
+        let mut failing = self.failing.lock().unwrap_or_else(PoisonError::into_inner);
+        match (error, failing.is_some()) {
+            (Some(error), false) => {
+                tracing::error!(%error, "writing dirty data fails; it stays in memory and is tried again each second");
+            }
+            (None, true) => tracing::warn!("writing dirty data works again"),
+            _ => {}
+        }
+        *failing = error.map(|error| (error.raw_errno(), error.message().to_owned()));
+        self.is_failing.store(failing.is_some(), Ordering::Release);
+        self.freed.notify_all();
+    }
+
+    pub fn failing(&self) -> Option<String> {
+        self.failing.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(_, text)| text.clone())
+    }
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    /// Inodes that are ahead of the store, and since when.
+    ahead: HashMap<Ino, (Pin, Instant)>,
+    /// Inodes with bytes in the metadata store.
+    inline: HashSet<Ino>,
+    inline_since: Option<Instant>,
+    pressed: bool,
+    stop: bool,
+}
+
+#[derive(Debug)]
+pub struct Flusher {
+    store: Arc<dyn MetaStore>,
+    flash: Arc<Flash>,
+    session: SessionId,
+    live: Arc<LiveTable>,
+    names: Arc<Names>,
+    collector: Arc<Collector>,
+    pub packs: Packs,
+    pub gate: Gate,
+    queue: Mutex<Queue>,
+    wake: Condvar,
+}
+
+/// One inode in the middle of its flush.
+struct Taken {
+    pin: Pin,
+    ranges: Arc<DirtyRanges>,
+    /// The size that goes with these bytes.
+    size: u64,
+    road: Road,
+    extents: Vec<Extent>,
+    segments: Vec<SegmentId>,
+    writer: Option<FileSegmentWriter>,
+    close_writer: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Road {
+    Pack,
+    FileSegment,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Inline {
+    /// Leave them where they are.
+    Leave,
+    /// Move them into the pack with the rest.
+    Move,
+}
+
+impl Flusher {
+    pub fn new(
+        store: Arc<dyn MetaStore>,
+        flash: Arc<Flash>,
+        live: Arc<LiveTable>,
+        names: Arc<Names>,
+        collector: Arc<Collector>,
+        dirty_bytes_max: u64,
+    ) -> Flusher {
+        Flusher {
+            session: store.session(),
+            packs: Packs::new(Arc::clone(&flash), Arc::clone(&store)),
+            store,
+            flash,
+            live,
+            names,
+            collector,
+            gate: Gate::new(dirty_bytes_max),
+            queue: Mutex::default(),
+            wake: Condvar::new(),
+        }
+    }
+
+    /// Waits until `bytes` more may be dirty. Full (or what else the flusher met) while it cannot write.
+    pub fn admit(&self, bytes: u64) -> Result<()> {
+        self.gate.acquire(bytes, || {
+            self.lock().pressed = true;
+            self.wake.notify_one();
+        })
+    }
+
+    /// Queues an inode whose state is ahead of the store. The caller holds its lock.
+    pub fn enqueue(&self, pin: &Pin, state: &mut State) {
+        if !state.queued {
+            state.queued = true;
+            self.lock().ahead.insert(pin.ino, (pin.clone(), time::monotonic_now()));
+        }
+    }
+
+    /// Leaves the inode in the queue if it is still ahead. Only here does one leave it, so that whoever flushes
+    /// everything also waits for what another thread is flushing.
+    fn requeue(&self, pin: &Pin, state: &mut State) {
+        if state.is_ahead() || (state.writer.is_some() && state.writers == 0) {
+            state.queued = true;
+            self.lock().ahead.insert(pin.ino, (pin.clone(), time::monotonic_now()));
+        } else if state.queued {
+            state.queued = false;
+            let left = self.lock().ahead.remove(&pin.ino);
+            drop(left);
+        }
+    }
+
+    /// Remembers that the inode has bytes in the metadata store, to be moved later.
+    pub fn note_inline(&self, ino: Ino) {
+        let mut queue = self.lock();
+        queue.inline.insert(ino);
+        queue.inline_since.get_or_insert_with(time::monotonic_now);
+        if queue.inline.len() > INLINE_INODES_MAX {
+            self.wake.notify_one();
+        }
+    }
+
+    /// After a write: a large file that is written from its start goes into its own segment at once, by the
+    /// writer itself; that is also what slows the writer down to the disk's speed.
+    pub fn spill_if_streaming(&self, pin: &Pin) -> Result<()> {
+        let taken = {
+            let mut state = pin.lock();
+            let bytes = state.dirty.bytes();
+            let streams = match &state.writer {
+                Some(writer) => bytes >= SPILL_BYTES && state.dirty.contiguous_from(writer.bytes()).is_some(),
+                None => bytes >= FILE_SEGMENT_BYTES && starts_file_segment(&state, FILE_SEGMENT_BYTES),
+            };
+            if !streams || state.busy {
+                return Ok(());
+            }
+            self.take(pin, &mut state, Inline::Leave)?
+        };
+        let Some(taken) = taken else { return Ok(()) };
+        let mut batch = vec![taken];
+        let appended =
+            self.append(&mut batch).map(|packs| packs.into_iter().for_each(|pack| self.packs.release(pack)));
+        for taken in &mut batch {
+            self.apply(taken, appended.is_ok());
+            let mut state = taken.pin.lock();
+            state.writer = taken.writer.take();
+            taken.pin.finish(&mut state);
+        }
+        appended
+    }
+
+    /// Everything of this inode is in a segment and committed when it returns; durable after `store.sync`.
+    pub fn flush_inode(&self, pin: &Pin, inline: Inline) -> Result<()> {
+        let taken = {
+            let mut state = pin.lock_idle();
+            self.take(pin, &mut state, inline)?
+        };
+        match taken {
+            Some(taken) => self.flush_taken(vec![taken]),
+            None => Ok(()),
+        }
+    }
+
+    /// fsync of one inode. What was written before the call is durable when it returns.
+    pub fn fsync(&self, pin: &Pin) -> Result<()> {
+        let road = {
+            let mut state = pin.lock_idle();
+            if let Some(message) = state.lost.take() {
+                return Err(Error::internal(message));
+            }
+            if !state.is_ahead() {
+                None
+            } else if self.may_ride_inline(&state) {
+                self.commit_inline(pin, &mut state)?;
+                None
+            } else {
+                Some(self.take(pin, &mut state, Inline::Move)?)
+            }
+        };
+        if let Some(Some(taken)) = road {
+            self.flush_taken(vec![taken])?;
+        }
+        self.store.sync()
+    }
+
+    fn may_ride_inline(&self, state: &State) -> bool {
+        let pieces =
+            state.extents.iter().filter(|extent| matches!(extent.place, Place::Inline { .. })).count();
+        state.writer.is_none() && state.dirty.bytes() <= INLINE_BYTES_MAX && pieces < INLINE_EXTENTS_MAX
+    }
+
+    /// Puts the dirty bytes into the metadata commit itself.
+    fn commit_inline(&self, pin: &Pin, state: &mut State) -> Result<()> {
+        let next_slot = state
+            .extents
+            .iter()
+            .filter_map(|extent| match extent.place {
+                Place::Inline { slot, .. } => Some(slot + 1),
+                _ => None,
+            })
+            .max()
+            .unwrap_or(0);
+        let mut writes = Vec::new();
+        let mut new = Vec::new();
+        for (slot, (offset, bytes)) in (next_slot..).zip(state.dirty.iter()) {
+            writes.push(Write::Put(key::inline(pin.ino, slot), bytes.to_vec()));
+            new.push(Extent {
+                file_offset: offset,
+                length: bytes.len() as u64,
+                place: Place::Inline { slot, offset: 0 },
+            });
+        }
+        let has_inline = !new.is_empty();
+        let extents = Arc::new(extents::overlay(&state.extents, new));
+        self.commit_state(pin, state, extents, state.inode.size, writes, &[])?;
+        self.gate.release(state.dirty.bytes());
+        state.dirty = DirtyRanges::default();
+        if has_inline {
+            self.note_inline(pin.ino);
+        }
+        Ok(())
+    }
+
+    /// Flushes all that is ahead, and makes the commits durable.
+    pub fn flush_all(&self) -> Result<()> {
+        let pins: Vec<Pin> = self.lock().ahead.values().map(|(pin, _)| pin.clone()).collect();
+        self.flush_pins(pins, Inline::Leave, Wait::UntilIdle)?;
+        self.store.sync()
+    }
+
+    /// Commits attributes or a new size that need no bytes written. The caller holds the lock.
+    pub fn commit_state(
+        &self,
+        pin: &Live,
+        state: &mut State,
+        extents: Arc<Vec<Extent>>,
+        size: u64,
+        mut writes: Vec<Write>,
+        segments: &[SegmentId],
+    ) -> Result<()> {
+        let mut preconditions = vec![Precondition::Present(key::inode(pin.ino))];
+        preconditions.extend(segments.iter().map(|segment| Precondition::Present(key::pending(*segment))));
+        writes.extend(region_writes(pin.ino, &state.committed_extents, &extents));
+        writes.extend(dropped_inline(pin.ino, &state.committed_extents, &extents));
+        let before = (Arc::clone(&state.committed_extents), state.committed_size);
+        state.committed_extents = Arc::clone(&extents);
+        state.committed_size = size;
+        writes.push(Write::Put(key::inode(pin.ino), state.committed_record().encode()));
+        match must_commit(&*self.store, Commit { preconditions, writes }) {
+            Ok(()) => {
+                let kept: HashSet<_> = extents.iter().map(|extent| segment_of(&extent.place)).collect();
+                self.collector
+                    .note_extents(before.0.iter().filter(|old| !kept.contains(&segment_of(&old.place))));
+                state.extents = extents;
+                state.uncommitted = false;
+                Ok(())
+            }
+            Err(error) => {
+                (state.committed_extents, state.committed_size) = before;
+                Err(error)
+            }
+        }
+    }
+
+    fn take(&self, pin: &Pin, state: &mut State, inline: Inline) -> Result<Option<Taken>> {
+        if state.removed {
+            self.gate.release(state.dirty.bytes());
+            state.dirty = DirtyRanges::default();
+            state.uncommitted = false;
+            return Ok(None);
+        }
+        let moves_inline = inline == Inline::Move && state.has_inline();
+        let closes = state.writer.is_some() && state.writers == 0;
+        if !state.is_ahead() && !moves_inline && !closes {
+            return Ok(None);
+        }
+        let mut ranges = DirtyRanges::default();
+        if moves_inline {
+            for extent in state.extents.iter() {
+                if let Place::Inline { .. } = extent.place {
+                    let bytes = read_inline(&*self.store, pin.ino, extent, At::Latest)?;
+                    ranges.write(extent.file_offset, &bytes);
+                }
+            }
+            self.gate.add(ranges.bytes());
+        }
+        let before = ranges.bytes() + state.dirty.bytes();
+        let dirty = std::mem::take(&mut state.dirty);
+        for (offset, bytes) in dirty.iter().filter(|_| moves_inline) {
+            ranges.write(offset, bytes);
+        }
+        let ranges = if moves_inline { ranges } else { dirty };
+        // What dirty bytes covered of the inline ones is free already.
+        self.gate.release(before - ranges.bytes());
+
+        let threshold = if self.gate.is_pressed() { FILE_SEGMENT_BYTES_PRESSED } else { FILE_SEGMENT_BYTES };
+        let road = match &state.writer {
+            Some(writer) if ranges.contiguous_from(writer.bytes()).is_some() => Road::FileSegment,
+            Some(_) => Road::Pack,
+            None if state.extents.is_empty()
+                && state.writers > 0
+                && ranges.contiguous_from(0).is_some_and(|end| end >= threshold) =>
+            {
+                Road::FileSegment
+            }
+            None if ranges.contiguous_from(0).is_some_and(|end| end >= FILE_SEGMENT_BYTES)
+                && ranges.bytes() >= state.inode.size =>
+            {
+                Road::FileSegment
+            }
+            None => Road::Pack,
+        };
+        let writer = state.writer.take();
+        let goes_on = road == Road::FileSegment || ranges.is_empty();
+        let close_writer = state.writers == 0 || !goes_on;
+        let ranges = Arc::new(ranges);
+        state.flushing = Some(Arc::clone(&ranges));
+        state.busy = true;
+        Ok(Some(Taken {
+            pin: pin.clone(),
+            ranges,
+            size: state.inode.size,
+            road,
+            extents: Vec::new(),
+            segments: Vec::new(),
+            writer,
+            close_writer,
+        }))
+    }
+
+    fn flush_taken(&self, mut batch: Vec<Taken>) -> Result<()> {
+        let appended = self.append(&mut batch);
+        for taken in &mut batch {
+            self.apply(taken, appended.is_ok());
+        }
+        let packs = match appended {
+            Ok(packs) => packs,
+            Err(error) => {
+                for taken in &mut batch {
+                    let mut state = taken.pin.lock();
+                    state.writer = taken.writer.take();
+                    self.requeue(&taken.pin, &mut state);
+                    taken.pin.finish(&mut state);
+                }
+                return Err(error);
+            }
+        };
+        let synced = packs.iter().try_for_each(|pack| pack.sync());
+        crash::point("after-data-sync");
+        let mut first_error = None;
+        for taken in &mut batch {
+            if let Err(error) = self.commit_taken(taken, &synced) {
+                first_error.get_or_insert(error);
+            }
+        }
+        for pack in packs {
+            self.packs.release(pack);
+        }
+        first_error.map_or(Ok(()), Err)
+    }
+
+    /// Steps 4 and 5 for one inode whose bytes are appended.
+    fn commit_taken(&self, taken: &mut Taken, packs_synced: &Result<()>) -> Result<()> {
+        let pin = &taken.pin;
+        let synced = match (packs_synced, &mut taken.writer) {
+            (Err(error), _) => Err(Error::errno(error.raw_errno(), error.message())),
+            (Ok(()), Some(writer)) => writer.sync(),
+            (Ok(()), None) => Ok(()),
+        };
+        let mut state = pin.lock();
+        let mut segments = std::mem::take(&mut taken.segments);
+        if let Some(writer) = &taken.writer {
+            segments.push(writer.segment());
+        }
+        let committed = match synced {
+            Ok(()) => {
+                crash::point("before-commit");
+                let extents = Arc::clone(&state.extents);
+                self.commit_state(pin, &mut state, extents, taken.size, Vec::new(), &segments)
+            }
+            Err(error) => {
+                // The kernel has dropped what it could not write: these bytes may be gone.
+                state.lost = Some(format!("inode {}: {}", pin.ino, error.message()));
+                Err(error)
+            }
+        };
+        crash::point("after-commit");
+        if committed.is_ok() && state.inode.size != taken.size {
+            state.uncommitted = true;
+        }
+        if let Some(writer) = taken.writer.take() {
+            if committed.is_ok() && taken.close_writer {
+                let segment = writer.segment();
+                if let Err(error) = writer.close().and_then(|()| withdraw(&*self.store, segment)) {
+                    tracing::error!(%segment, %error, "a file segment could not be closed; the next start recovers it");
+                }
+            } else {
+                state.writer = Some(writer);
+            }
+        }
+        self.requeue(pin, &mut state);
+        pin.finish(&mut state);
+        committed
+    }
+
+    /// Step 2. Gives the packs that were written to; they are held until the commit.
+    fn append(&self, batch: &mut [Taken]) -> Result<Vec<Arc<OpenPack>>> {
+        for taken in batch.iter_mut().filter(|taken| taken.road == Road::FileSegment) {
+            self.append_to_file_segment(taken)?;
+        }
+        // (inode in the batch, file offset, length) of each record of the frame being filled.
+        let mut packs: Vec<Arc<OpenPack>> = Vec::new();
+        let mut frame: Vec<(usize, u64, Vec<&[u8]>)> = Vec::new();
+        let mut frame_bytes = 0;
+        let ranges: Vec<Arc<DirtyRanges>> = batch.iter().map(|taken| Arc::clone(&taken.ranges)).collect();
+        let mut results: Vec<(usize, Extent, SegmentId)> = Vec::new();
+        let mut write = |frame: &mut Vec<(usize, u64, Vec<&[u8]>)>, batch: &[Taken]| -> Result<()> {
+            if frame.is_empty() {
+                return Ok(());
+            }
+            let records: Vec<PackRecord<'_>> = frame
+                .iter_mut()
+                .map(|(index, offset, pieces)| PackRecord {
+                    origin: self.origin_of(&batch[*index], *offset),
+                    pieces: std::mem::take(pieces),
+                })
+                .collect();
+            let (pack, placed) = self.packs.append(&records)?;
+            for ((index, file_offset, _), placed) in frame.drain(..).zip(placed) {
+                let place = Place::Pack { segment: pack.segment, offset: placed.offset, check: placed.check };
+                let extent = Extent { file_offset, length: placed.length, place };
+                results.push((index, extent, pack.segment));
+            }
+            packs.push(pack);
+            Ok(())
+        };
+        let mut outcome = Ok(());
+        'all: for (index, ranges) in ranges.iter().enumerate() {
+            if batch[index].road != Road::Pack {
+                continue;
+            }
+            let mut end_of_last = None;
+            for (offset, bytes) in ranges.iter() {
+                if frame_bytes + bytes.len() as u64 > FRAME_BYTES && frame_bytes > 0 {
+                    outcome = write(&mut frame, batch);
+                    if outcome.is_err() {
+                        break 'all;
+                    }
+                    frame_bytes = 0;
+                    end_of_last = None;
+                }
+                match frame.last_mut() {
+                    // Continues the record before it: one record, one extent.
+                    Some((_, _, pieces)) if end_of_last == Some(offset) => pieces.push(bytes),
+                    _ => frame.push((index, offset, vec![bytes])),
+                }
+                end_of_last = Some(offset + bytes.len() as u64);
+                frame_bytes += bytes.len() as u64;
+            }
+        }
+        if outcome.is_ok() {
+            outcome = write(&mut frame, batch);
+        }
+        if let Err(error) = outcome {
+            packs.into_iter().for_each(|pack| self.packs.release(pack));
+            return Err(error);
+        }
+        for (index, extent, segment) in results {
+            let taken = &mut batch[index];
+            taken.extents.push(extent);
+            if taken.segments.last() != Some(&segment) {
+                taken.segments.push(segment);
+            }
+        }
+        Ok(packs)
+    }
+
+    fn append_to_file_segment(&self, taken: &mut Taken) -> Result<()> {
+        let mut writer = match taken.writer.take() {
+            Some(writer) => writer,
+            None => {
+                let segment = SegmentId::generate();
+                announce(&*self.store, segment, SegmentKind::File, self.session)?;
+                self.flash.create_file_segment(segment, self.origin_of(taken, 0))?
+            }
+        };
+        let segment = writer.segment();
+        let mut appended = Ok(());
+        for (offset, bytes) in taken.ranges.iter() {
+            debug_assert_eq!(offset, writer.bytes(), "a file segment holds the file's bytes in order");
+            match writer.append(bytes) {
+                Ok(at) => taken.extents.push(Extent {
+                    file_offset: offset,
+                    length: bytes.len() as u64,
+                    place: Place::File { segment, offset: at },
+                }),
+                Err(error) => {
+                    appended = Err(error);
+                    break;
+                }
+            }
+        }
+        taken.writer = Some(writer);
+        appended
+    }
+
+    /// Step 3; after a failed append the bytes go back to being dirty, beneath what was written since.
+    fn apply(&self, taken: &mut Taken, appended: bool) {
+        let mut state = taken.pin.lock();
+        state.flushing = None;
+        let ranges = std::mem::replace(&mut taken.ranges, Arc::default());
+        let bytes = ranges.bytes();
+        if appended {
+            if !taken.extents.is_empty() {
+                let new = std::mem::take(&mut taken.extents);
+                state.extents = Arc::new(extents::overlay(&state.extents, new));
+                state.uncommitted = true;
+            }
+            drop(state);
+            self.gate.release(bytes);
+        } else {
+            // Whatever was appended of a file segment is real and stays; writing it again is harmless, but the
+            // segment would not continue: those bytes are dropped from what goes back.
+            let mut older = Arc::try_unwrap(ranges).unwrap_or_else(|shared| (*shared).clone());
+            let new = std::mem::take(&mut taken.extents);
+            if taken.road == Road::FileSegment && !new.is_empty() {
+                for extent in &new {
+                    older.remove(extent.file_offset, extent.file_offset + extent.length);
+                }
+                state.extents = Arc::new(extents::overlay(&state.extents, new));
+                state.uncommitted = true;
+            }
+            let held = bytes + state.dirty.bytes();
+            state.dirty.put_beneath(older);
+            self.gate.release(held - state.dirty.bytes());
+        }
+    }
+
+    fn origin_of(&self, taken: &Taken, file_offset: u64) -> SegmentOrigin {
+        let state = taken.pin.lock();
+        SegmentOrigin {
+            ino: taken.pin.ino,
+            path: self.names.path(state.inode.parent, taken.pin.ino),
+            mode: state.inode.mode,
+            uid: state.inode.uid,
+            gid: state.inode.gid,
+            mtime: state.inode.mtime,
+            file_offset,
+            file_bytes: taken.size,
+        }
+    }
+
+    fn flush_pins(&self, pins: Vec<Pin>, inline: Inline, wait: Wait) -> Result<()> {
+        let mut pins = pins;
+        // In the order of creation, which is the order in which they will be read.
+        pins.sort_by_key(|pin| pin.ino);
+        let mut batch: Vec<Taken> = Vec::new();
+        let mut bytes = 0;
+        let mut first_error = None;
+        for pin in pins {
+            {
+                let mut state = match wait {
+                    // Whoever waits here holds only inodes of lower numbers busy, so nobody waits in a circle.
+                    Wait::UntilIdle => pin.lock_idle(),
+                    Wait::Skip => pin.lock(),
+                };
+                if state.busy {
+                    continue;
+                }
+                match self.take(&pin, &mut state, inline) {
+                    Ok(Some(taken)) => {
+                        bytes += taken.ranges.bytes();
+                        batch.push(taken);
+                    }
+                    Ok(None) => self.requeue(&pin, &mut state),
+                    Err(error) => {
+                        first_error.get_or_insert(error);
+                    }
+                }
+            }
+            if bytes >= FRAME_BYTES {
+                bytes = 0;
+                if let Err(error) = self.flush_taken(std::mem::take(&mut batch)) {
+                    first_error.get_or_insert(error);
+                }
+            }
+        }
+        if let Err(error) = self.flush_taken(batch) {
+            first_error.get_or_insert(error);
+        }
+        first_error.map_or(Ok(()), Err)
+    }
+
+    /// The flusher's thread.
+    pub fn run(&self) {
+        loop {
+            let (pins, inline, stop) = {
+                let mut queue = self.lock();
+                if !queue.stop && !queue.pressed {
+                    queue = self.wake.wait_timeout(queue, TICK).unwrap_or_else(PoisonError::into_inner).0;
+                }
+                let now = time::monotonic_now();
+                let pressed = std::mem::take(&mut queue.pressed);
+                let due = |since: &Instant| pressed || now.duration_since(*since) >= AGE_MAX;
+                let pins: Vec<Pin> = queue
+                    .ahead
+                    .values()
+                    .filter(|(_, since)| due(since))
+                    .map(|(pin, _)| pin.clone())
+                    .collect();
+                let inline_due = queue.inline.len() > INLINE_INODES_MAX
+                    || queue.inline_since.is_some_and(|since| now.duration_since(since) >= INLINE_AGE_MAX);
+                let inline: Vec<Ino> = if inline_due {
+                    queue.inline_since = None;
+                    queue.inline.drain().collect()
+                } else {
+                    Vec::new()
+                };
+                (pins, inline, queue.stop)
+            };
+            if stop {
+                return;
+            }
+            let mut outcome = self.flush_pins(pins, Inline::Leave, Wait::Skip);
+            if !inline.is_empty() {
+                let moved = self.move_inline(inline);
+                outcome = outcome.and(moved);
+            }
+            if outcome.is_ok() && self.gate.failing().is_some() {
+                // Nothing may have been due: see whether what is left can be written now.
+                outcome = self.flush_all();
+            }
+            self.gate.set_failing(outcome.as_ref().err());
+            if outcome.is_err() {
+                time::sleep(Duration::from_millis(500));
+            }
+        }
+    }
+
+    /// Moves bytes from the metadata store into a pack.
+    pub fn move_inline(&self, inodes: Vec<Ino>) -> Result<()> {
+        let mut pins = Vec::new();
+        for ino in inodes {
+            match self.live.pin(&*self.store, ino) {
+                Ok(pin) => pins.push(pin),
+                Err(error) if error.kind() == Kind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let inodes: Vec<Ino> = pins.iter().map(|pin| pin.ino).collect();
+        self.flush_pins(pins, Inline::Move, Wait::UntilIdle).inspect_err(|_| {
+            inodes.iter().for_each(|ino| self.note_inline(*ino));
+        })
+    }
+
+    /// Inodes that have bytes in the metadata store, forgotten here: the caller moves them.
+    pub fn take_inline(&self) -> Vec<Ino> {
+        self.lock().inline.drain().collect()
+    }
+
+    /// Ends the inode's file segment, if it has one: everything in it is committed, no more comes.
+    pub fn retire_writer(&self, pin: &Pin) -> Result<()> {
+        let mut state = pin.lock_idle();
+        if state.is_ahead() && !state.removed {
+            drop(state);
+            self.flush_inode(pin, Inline::Leave)?;
+            state = pin.lock_idle();
+        }
+        self.abandon_writer(pin, &mut state);
+        Ok(())
+    }
+
+    /// Closes the inode's file segment, whatever of it is committed. The collector sees to what nothing names.
+    pub fn abandon_writer(&self, pin: &Live, state: &mut State) {
+        if let Some(writer) = state.writer.take() {
+            let segment = writer.segment();
+            if let Err(error) = writer.close().and_then(|()| withdraw(&*self.store, segment)) {
+                tracing::error!(ino = pin.ino.0, %segment, %error, "a file segment could not be closed; the next start recovers it");
+            }
+            self.collector.note_segments([segment]);
+        }
+    }
+
+    pub fn stop(&self) {
+        self.lock().stop = true;
+        self.wake.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Wait {
+    UntilIdle,
+    Skip,
+}
+
+fn starts_file_segment(state: &State, threshold: u64) -> bool {
+    state.extents.is_empty() && state.dirty.contiguous_from(0).is_some_and(|end| end >= threshold)
+}
+
+/// Deletes of inline values that no extent names any more.
+fn dropped_inline(ino: Ino, old: &[Extent], new: &[Extent]) -> Vec<Write> {
+    let slots = |list: &[Extent]| -> HashSet<u64> {
+        list.iter()
+            .filter_map(|extent| match extent.place {
+                Place::Inline { slot, .. } => Some(slot),
+                _ => None,
+            })
+            .collect()
+    };
+    let old = slots(old);
+    if old.is_empty() {
+        return Vec::new();
+    }
+    let new = slots(new);
+    old.difference(&new).map(|slot| Write::Delete(key::inline(ino, *slot))).collect()
+}
+
+/// The bytes of an inline extent.
+pub fn read_inline(store: &dyn MetaStore, ino: Ino, extent: &Extent, at: At) -> Result<Vec<u8>> {
+    let Place::Inline { slot, offset } = extent.place else {
+        return Err(Error::internal("read_inline of an extent that is in a segment"));
+    };
+    let key = key::inline(ino, slot);
+    let value = store.get(&key, at)?.ok_or_else(|| {
+        Error::corrupt(format!("inode {ino}: inline bytes {slot} are missing from the metadata"))
+    })?;
+    let range = offset as usize..(offset + extent.length) as usize;
+    value.get(range).map(<[u8]>::to_vec).ok_or_else(|| {
+        Error::corrupt(format!("inode {ino}: inline bytes {slot} are {} long, too short", value.len()))
+    })
+}

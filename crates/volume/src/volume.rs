@@ -1,0 +1,525 @@
+//! The volume as a whole: its folder, its lock, its start and its end.
+//!
+//! ```text
+//! FOLDER/HEADRACE              marker (JSON), written last at creation: without it the folder is no volume
+//! FOLDER/lock                  locked by the engine that serves the volume; holds its pid
+//! FOLDER/meta/volume.sqlite    metadata
+//! FOLDER/segments/XX/          segments
+//! FOLDER/manifests/            sample tables of sealed views
+//! ```
+//! Start: lock, open the store under a new session, declare sessions of dead engines dead, remove files that
+//! only they kept open, close the segments they left open. Every step may be repeated after a crash in it.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{ErrorKind, Read, Seek, Write as _};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use headrace_base::error::errno;
+use headrace_base::ids::VolumeId;
+use headrace_base::time::{self, Timestamp};
+use headrace_base::{Budget, Error, Ino, Kind, OpId, Result, SessionId, thread};
+use headrace_flash::Flash;
+use headrace_format::record::{
+    Content, DirDelta, FileKind, Inode, Pending, Session, SessionState, VolumeRecord, decode_number,
+    encode_number,
+};
+use headrace_format::{FORMAT, key};
+use headrace_meta::{At, Commit, MetaStore, Precondition, SqliteStore, Write};
+use serde::{Deserialize, Serialize};
+
+use crate::changes::{Changes, Subscription};
+use crate::collect::Collector;
+use crate::flush::Flusher;
+use crate::live::{LiveTable, load_inode};
+use crate::namespace::{NODE, Names, Stripes, erase};
+use crate::packs::must_commit;
+use crate::seal::OpenSeals;
+use crate::types::{Origin, Statfs, VolumeOptions};
+
+const MARKER: &str = "HEADRACE";
+/// Inode numbers taken from the store at once.
+const INO_BLOCK: u64 = 1024;
+/// Of the engine's memory, what may hold dirty data, and what batches and messages. The rest is the store's
+/// caches, indexes, stacks and code.
+const DIRTY_SHARE: u64 = 5;
+const BUFFERS_SHARE: u64 = 3;
+
+#[derive(Serialize, Deserialize)]
+struct Marker {
+    headrace: String,
+    format: u32,
+    volume: String,
+    created_ns: i64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Counters {
+    pub read_bytes: metrics::Counter,
+    pub written_bytes: metrics::Counter,
+}
+
+#[derive(Debug)]
+pub struct Volume {
+    folder: PathBuf,
+    id: VolumeId,
+    recovery: Vec<String>,
+    budget: Arc<Budget>,
+    pub(crate) store: Arc<dyn MetaStore>,
+    pub(crate) flash: Arc<Flash>,
+    pub(crate) live: Arc<LiveTable>,
+    pub(crate) names: Arc<Names>,
+    pub(crate) flusher: Arc<Flusher>,
+    pub(crate) collector: Arc<Collector>,
+    pub(crate) stripes: Stripes,
+    pub(crate) renames: Mutex<()>,
+    pub(crate) changes: Changes,
+    pub(crate) seals: OpenSeals,
+    pub(crate) counters: Counters,
+    /// (next, end) of the block of inode numbers in hand.
+    numbers: Mutex<(u64, u64)>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    closed: AtomicBool,
+    /// Held for as long as the volume is open.
+    _lock: File,
+}
+
+impl Volume {
+    /// Makes a new volume in `folder` (made when missing, must be empty). The caller owns its root.
+    pub fn create(folder: &Path) -> Result<VolumeId> {
+        let shown = folder.display();
+        match fs::read_dir(folder) {
+            Ok(mut entries) => {
+                if folder.join(MARKER).exists() {
+                    return Err(Error::errno(errno::EEXIST, format!("{shown} is a volume already")));
+                }
+                if entries.next().is_some() {
+                    return Err(Error::errno(
+                        errno::ENOTEMPTY,
+                        format!("{shown} is not empty: name a new or empty folder for the volume"),
+                    ));
+                }
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                fs::create_dir_all(folder)
+                    .map_err(|cause| Error::io(format_args!("make folder {shown}"), cause))?;
+            }
+            Err(error) if error.kind() == ErrorKind::NotADirectory => {
+                return Err(Error::errno(errno::ENOTDIR, format!("{shown} is a file: a volume is a folder")));
+            }
+            Err(cause) => return Err(Error::io(format_args!("look at {shown}"), cause)),
+        }
+        let id = VolumeId::generate();
+        let now = time::wall_now();
+        for part in ["meta", "segments", "manifests"] {
+            fs::create_dir(folder.join(part))
+                .map_err(|cause| Error::io(format_args!("make folder {shown}/{part}"), cause))?;
+        }
+        let database = folder.join("meta/volume.sqlite");
+        SqliteStore::create(&database, VolumeRecord { volume: id, format: FORMAT, created: now })?;
+        let store = SqliteStore::open(&database, SessionId::generate(), session_record(now))?;
+        let root = Inode {
+            kind: FileKind::Directory,
+            mode: 0o755,
+            uid: rustix::process::geteuid().as_raw(),
+            gid: rustix::process::getegid().as_raw(),
+            nlink: 2,
+            rdev: 0,
+            size: 0,
+            atime: now,
+            mtime: now,
+            ctime: now,
+            btime: now,
+            parent: Ino::ROOT,
+            quota_root: Ino::ROOT,
+            content: Content::Empty,
+        };
+        must_commit(
+            &store,
+            Commit {
+                preconditions: vec![Precondition::Absent(key::inode(Ino::ROOT))],
+                writes: vec![
+                    Write::Put(key::inode(Ino::ROOT), root.encode()),
+                    Write::Put(key::alive(Ino::ROOT), Vec::new()),
+                    Write::Put(
+                        key::delta(Ino::ROOT, NODE),
+                        DirDelta { entries: 0, subdirectories: 0, changed: now }.encode(),
+                    ),
+                    Write::Put(key::next_inode(), encode_number(Ino::ROOT.0 + 1)),
+                ],
+            },
+        )?;
+        store.close()?;
+        let marker =
+            Marker { headrace: "volume".into(), format: FORMAT, volume: id.to_string(), created_ns: now.0 };
+        write_marker(folder, &marker)?;
+        Ok(id)
+    }
+
+    /// Takes the volume's lock (`Conflict` naming the owner's pid), recovers what a crash left, starts the
+    /// flusher and the collector.
+    pub fn open(folder: &Path, options: VolumeOptions) -> Result<Arc<Volume>> {
+        let marker = read_marker(folder)?;
+        let id: VolumeId = marker.volume.parse()?;
+        let lock = take_lock(folder)?;
+        let database = folder.join("meta/volume.sqlite");
+        let now = time::wall_now();
+        let store: Arc<dyn MetaStore> =
+            Arc::new(SqliteStore::open(&database, SessionId::generate(), session_record(now))?);
+        let flash = Flash::open(&folder.join("segments"), options.open_files_max)?;
+        let live = Arc::new(LiveTable::default());
+        let names = Arc::new(Names::default());
+        let mut recovery = Vec::new();
+        let crashed = recover(&*store, &flash, &mut recovery)?;
+        let collector = Arc::new(Collector::new(Arc::clone(&store), Arc::clone(&flash)));
+        let flusher = Arc::new(Flusher::new(
+            Arc::clone(&store),
+            Arc::clone(&flash),
+            Arc::clone(&live),
+            Arc::clone(&names),
+            Arc::clone(&collector),
+            options.memory_bytes_max / DIRTY_SHARE,
+        ));
+        for (key, _) in store.scan(b"b", b"c", usize::MAX, At::Latest)? {
+            if let Some(ino) = key::ino_of(&key) {
+                flusher.note_inline(ino);
+            }
+        }
+        if crashed {
+            collector.note_segments(flash.list()?.into_iter().map(|file| file.segment));
+        }
+        for line in &recovery {
+            tracing::warn!("{line}");
+        }
+        let volume = Arc::new(Volume {
+            folder: folder.to_owned(),
+            id,
+            recovery,
+            budget: Budget::new("batches and messages", options.memory_bytes_max / BUFFERS_SHARE),
+            store,
+            flash,
+            live,
+            names,
+            flusher,
+            collector,
+            stripes: Stripes::default(),
+            renames: Mutex::new(()),
+            changes: Changes::default(),
+            seals: OpenSeals::default(),
+            counters: Counters {
+                read_bytes: metrics::counter!("headrace_read_bytes_total"),
+                written_bytes: metrics::counter!("headrace_written_bytes_total"),
+            },
+            numbers: Mutex::new((0, 0)),
+            threads: Mutex::default(),
+            closed: AtomicBool::new(false),
+            _lock: lock,
+        });
+        let flusher = Arc::clone(&volume.flusher);
+        let collector = Arc::clone(&volume.collector);
+        let live = Arc::clone(&volume.live);
+        let mut threads = volume.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        threads.push(thread::spawn("flusher", move || flusher.run())?);
+        threads.push(thread::spawn("collector", move || collector.run(&live))?);
+        drop(threads);
+        Ok(volume)
+    }
+
+    /// Flushes everything, closes segments and metadata. No call may follow. Open files are closed by it:
+    /// what was written to them is durable.
+    pub fn close(&self) -> Result<()> {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        self.collector.stop();
+        self.flusher.stop();
+        for thread in self.threads.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            let _ = thread.join();
+        }
+        headrace_base::crash::point("during-close");
+        let flushed = self.flusher.flush_all();
+        let moved = self.flusher.move_inline(self.flusher.take_inline());
+        for pin in self.live.all() {
+            self.flusher.retire_writer(&pin)?;
+        }
+        self.flusher.packs.close();
+        let closed = self.store.close();
+        flushed.and(moved).and(closed)
+    }
+
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    pub fn id(&self) -> VolumeId {
+        self.id
+    }
+
+    pub fn session(&self) -> SessionId {
+        self.store.session()
+    }
+
+    /// What recovery did at this start, one sentence each.
+    pub fn recovery(&self) -> &[String] {
+        &self.recovery
+    }
+
+    /// Conditions that a person should know of.
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        if let Some(failing) = self.flusher.gate.failing() {
+            warnings.push(format!("written data cannot be stored: {failing}"));
+        }
+        if let Ok((total, _, available)) = self.flash.space()
+            && available < total / 50
+        {
+            warnings.push(format!(
+                "the disk of {} has {} MiB left of {} MiB",
+                self.folder.display(),
+                available >> 20,
+                total >> 20
+            ));
+        }
+        warnings
+    }
+
+    pub fn budget(&self) -> &Arc<Budget> {
+        &self.budget
+    }
+
+    pub fn dirty_bytes(&self) -> u64 {
+        self.flusher.gate.used()
+    }
+
+    /// How many segments there are, and their bytes. Reads the folder.
+    pub fn segments(&self) -> Result<(u64, u64)> {
+        let files = self.flash.list()?;
+        Ok((files.len() as u64, files.iter().map(|file| file.bytes).sum()))
+    }
+
+    pub fn statfs(&self) -> Result<Statfs> {
+        let (bytes_total, bytes_free, bytes_available) = self.flash.space()?;
+        let numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
+        let inodes_used = match *numbers {
+            (0, 0) => {
+                self.store
+                    .get(&key::next_inode(), At::Latest)?
+                    .map_or(Ok(1), |value| decode_number(&value))?
+                    - 1
+            }
+            (next, _) => next - 1,
+        };
+        Ok(Statfs { bytes_total, bytes_free, bytes_available, inodes_used })
+    }
+
+    /// fsync of a directory, or of metadata in general.
+    pub fn sync_metadata(&self) -> Result<()> {
+        self.store.sync()
+    }
+
+    /// Everything written before is durable when it returns.
+    pub fn sync(&self) -> Result<()> {
+        self.flusher.flush_all()
+    }
+
+    pub fn subscribe(&self, origin: Origin) -> Subscription {
+        self.changes.subscribe(origin)
+    }
+
+    /// A fresh origin for a new mount.
+    pub fn new_origin(&self) -> Origin {
+        self.changes.new_origin()
+    }
+
+    /// Waits until every subscriber has handled the changes made so far, at most `patience`.
+    pub fn settle(&self, patience: Duration) {
+        self.changes.settle(patience);
+    }
+
+    /// A number that no inode ever had.
+    pub(crate) fn next_ino(&self) -> Result<Ino> {
+        let mut numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
+        if numbers.0 == numbers.1 {
+            let value = self
+                .store
+                .get(&key::next_inode(), At::Latest)?
+                .ok_or_else(|| Error::corrupt("the metadata lacks its next inode number"))?;
+            let next = decode_number(&value)?;
+            self.commit(Commit {
+                preconditions: vec![Precondition::Equals(key::next_inode(), value)],
+                writes: vec![Write::Put(key::next_inode(), encode_number(next + INO_BLOCK))],
+            })?;
+            *numbers = (next, next + INO_BLOCK);
+        }
+        numbers.0 += 1;
+        Ok(Ino(numbers.0 - 1))
+    }
+}
+
+impl Drop for Volume {
+    fn drop(&mut self) {
+        if let Err(error) = self.close() {
+            tracing::error!(%error, "the volume could not be closed cleanly");
+        }
+    }
+}
+
+fn session_record(now: Timestamp) -> Session {
+    let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    Session {
+        state: SessionState::Alive,
+        node: NODE,
+        pid: std::process::id(),
+        host: host.trim().to_owned(),
+        started: now,
+        last_op: OpId(0),
+    }
+}
+
+fn write_marker(folder: &Path, marker: &Marker) -> Result<()> {
+    let text = serde_json::to_string_pretty(marker)
+        .map_err(|cause| Error::internal("encode the marker").with_cause(cause))?;
+    let path = folder.join(MARKER);
+    let temporary = folder.join("HEADRACE.new");
+    let written = (|| {
+        let mut file = File::create(&temporary)?;
+        file.write_all(text.as_bytes())?;
+        file.write_all(b"\n")?;
+        file.sync_all()?;
+        fs::rename(&temporary, &path)?;
+        File::open(folder)?.sync_all()
+    })();
+    written.map_err(|cause| Error::io(format_args!("write {}", path.display()), cause))
+}
+
+fn read_marker(folder: &Path) -> Result<Marker> {
+    let shown = folder.display();
+    let text = match fs::read_to_string(folder.join(MARKER)) {
+        Ok(text) => text,
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            return Err(if folder.is_dir() {
+                Error::invalid(format!(
+                    "{shown} is not a volume (it has no file {MARKER}): headrace create {shown}"
+                ))
+            } else {
+                Error::not_found(format!("{shown} does not exist: headrace create {shown}"))
+            });
+        }
+        Err(error) if error.kind() == ErrorKind::NotADirectory => {
+            return Err(Error::errno(errno::ENOTDIR, format!("{shown} is a file: a volume is a folder")));
+        }
+        Err(cause) => return Err(Error::io(format_args!("read {shown}/{MARKER}"), cause)),
+    };
+    let marker: Marker = serde_json::from_str(&text)
+        .map_err(|cause| Error::corrupt(format!("{shown}/{MARKER} is damaged: {cause}")))?;
+    if marker.format == 0 || marker.format > FORMAT {
+        return Err(Error::invalid(format!(
+            "volume {shown} holds format {}; this engine reads 1-{FORMAT}: upgrade headrace",
+            marker.format
+        )));
+    }
+    Ok(marker)
+}
+
+/// The lock ends with the process, however it ends.
+fn take_lock(folder: &Path) -> Result<File> {
+    let path = folder.join("lock");
+    let shown = path.display();
+    let mut file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(&path)
+        .map_err(|cause| {
+            let hint = match cause.kind() {
+                ErrorKind::ReadOnlyFilesystem => ": the volume's disk is mounted read-only",
+                ErrorKind::PermissionDenied => ": the volume belongs to another user",
+                _ => "",
+            };
+            Error::io(format_args!("lock volume {}{hint}", folder.display()), cause)
+        })?;
+    match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(rustix::io::Errno::WOULDBLOCK) => {
+            let mut owner = String::new();
+            let _ = file.read_to_string(&mut owner);
+            return Err(Error::new(
+                Kind::Conflict,
+                format!("volume {} is served by the engine with pid {}", folder.display(), owner.trim()),
+            ));
+        }
+        Err(cause) => return Err(Error::io(format_args!("lock {shown}"), cause.into())),
+    }
+    let written = (|| {
+        file.set_len(0)?;
+        file.rewind()?;
+        writeln!(file, "{}", std::process::id())
+    })();
+    written.map_err(|cause| Error::io(format_args!("write {shown}"), cause))?;
+    Ok(file)
+}
+
+/// Cleans up after engines that died. True if there was one.
+fn recover(store: &dyn MetaStore, flash: &Arc<Flash>, said: &mut Vec<String>) -> Result<bool> {
+    let all = |letter: u8| store.scan(&[letter], &[letter + 1], usize::MAX, At::Latest);
+    let mut died = 0;
+    for (key, value) in all(b'S')? {
+        let mut session = Session::decode(&value)?;
+        if key == key::session(store.session()) {
+            continue;
+        }
+        if session.state == SessionState::Alive {
+            // We hold the lock, so that engine is gone. The flock is the fence; the record says so to all.
+            died += 1;
+            said.push(format!(
+                "the engine with pid {} on {} ended without closing the volume; what it had made durable is kept",
+                session.pid, session.host
+            ));
+            session.state = SessionState::Dead;
+        }
+        // Nothing refers to an ended session once its announcements and orphans are gone.
+        must_commit(
+            store,
+            Commit { preconditions: vec![], writes: vec![Write::Put(key, session.encode())] },
+        )?;
+    }
+    let mut orphans = 0;
+    for (key, _) in all(b'O')? {
+        let Some(ino) = key::ino_of(&key) else { continue };
+        let mut writes = vec![Write::Delete(key)];
+        if let Some(inode) = load_inode(store, ino, At::Latest)?
+            && inode.nlink == 0
+        {
+            writes.extend(erase(ino, &inode));
+        }
+        must_commit(store, Commit { preconditions: vec![], writes })?;
+        orphans += 1;
+    }
+    if orphans > 0 {
+        said.push(format!("removed {orphans} deleted files that were still open"));
+    }
+    for (key, value) in all(b'P')? {
+        let pending = Pending::decode(&value)?;
+        let Some(segment) = key::id_of(&key).map(headrace_base::SegmentId::from_bytes) else { continue };
+        match flash.recover(segment, pending.kind, 0) {
+            Ok(recovered) if recovered.bytes == 0 => {
+                said.push(format!("segment {segment} was announced and holds nothing: removed"));
+            }
+            Ok(recovered) => said.push(format!(
+                "segment {segment} was left open: kept {} bytes, cut {} unfinished ones",
+                recovered.bytes, recovered.truncated_bytes
+            )),
+            Err(error) if error.kind() == Kind::NotFound => {}
+            Err(error) => return Err(error.context(format_args!("recover segment {segment}"))),
+        }
+        must_commit(store, Commit { preconditions: vec![], writes: vec![Write::Delete(key)] })?;
+    }
+    store.sync()?;
+    Ok(died > 0)
+}

@@ -6,7 +6,7 @@
 //!             x ino8 region4         [Extent]         a ino8 name          xattr value
 //!             l dir8                 () directory is alive: the guard of its range of names
 //!             d dir8 node4           DirDelta         b ino8 slot8         inline bytes
-//! global      V                      VolumeRecord     N                    u64 next free inode number
+//! global      V                      VolumeRecord     N                    next free inode (encode_number)
 //!             S session16            Session          P segment16          Pending
 //!             O ino8 session16       () unlinked, perhaps open there
 //!             Z seal16               Seal
@@ -138,7 +138,8 @@ pub fn id_of(key: &[u8]) -> Option<[u8; 16]> {
     key.get(1..17)?.try_into().ok()
 }
 
-/// The first key after all that begin with `prefix`.
+/// The first key after all that begin with `prefix`. Empty if there is none: only for a prefix of nothing but
+/// 0xFF, which no key of ours is.
 pub fn end_of(prefix: &[u8]) -> Key {
     let mut end = prefix.to_vec();
     while let Some(last) = end.pop() {
@@ -148,4 +149,146 @@ pub fn end_of(prefix: &[u8]) -> Key {
         }
     }
     end
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Every kind of key, from the same numbers and name.
+    fn all(number: u64, second: u64, id: u128, name: &[u8]) -> Vec<Key> {
+        let (ino, region) = (Ino(number), second as u32);
+        vec![
+            inode(ino),
+            dentry(ino, name),
+            extents(ino, region),
+            xattr(ino, name),
+            alive(ino),
+            delta(ino, region),
+            inline(ino, second),
+            volume(),
+            next_inode(),
+            session(SessionId(id)),
+            pending(SegmentId(id)),
+            orphan(ino, SessionId(id)),
+            seal(SealId(id)),
+        ]
+    }
+
+    fn name() -> impl Strategy<Value = Vec<u8>> {
+        prop::collection::vec(prop_oneof![Just(0), Just(b'a'), Just(0xFF), any::<u8>()], 0..6)
+    }
+
+    /// Near each other as often as far apart.
+    fn number() -> impl Strategy<Value = u64> {
+        prop_oneof![0..4_u64, 254..258_u64, any::<u64>(), Just(u64::MAX)]
+    }
+
+    proptest! {
+        #[test]
+        fn order_of_bytes_is_order_of_fields(
+            a in (number(), number(), any::<u128>(), name()),
+            b in (number(), number(), any::<u128>(), name()),
+        ) {
+            prop_assert_eq!(inode(Ino(a.0)).cmp(&inode(Ino(b.0))), a.0.cmp(&b.0));
+            prop_assert_eq!(
+                dentry(Ino(a.0), &a.3).cmp(&dentry(Ino(b.0), &b.3)),
+                (a.0, &a.3).cmp(&(b.0, &b.3))
+            );
+            prop_assert_eq!(
+                xattr(Ino(a.0), &a.3).cmp(&xattr(Ino(b.0), &b.3)),
+                (a.0, &a.3).cmp(&(b.0, &b.3))
+            );
+            prop_assert_eq!(
+                extents(Ino(a.0), a.1 as u32).cmp(&extents(Ino(b.0), b.1 as u32)),
+                (a.0, a.1 as u32).cmp(&(b.0, b.1 as u32))
+            );
+            prop_assert_eq!(
+                delta(Ino(a.0), a.1 as u32).cmp(&delta(Ino(b.0), b.1 as u32)),
+                (a.0, a.1 as u32).cmp(&(b.0, b.1 as u32))
+            );
+            prop_assert_eq!(
+                inline(Ino(a.0), a.1).cmp(&inline(Ino(b.0), b.1)),
+                (a.0, a.1).cmp(&(b.0, b.1))
+            );
+            prop_assert_eq!(
+                orphan(Ino(a.0), SessionId(a.2)).cmp(&orphan(Ino(b.0), SessionId(b.2))),
+                (a.0, a.2).cmp(&(b.0, b.2))
+            );
+            prop_assert_eq!(seal(SealId(a.2)).cmp(&seal(SealId(b.2))), a.2.cmp(&b.2));
+            prop_assert_eq!(session(SessionId(a.2)).cmp(&session(SessionId(b.2))), a.2.cmp(&b.2));
+            prop_assert_eq!(pending(SegmentId(a.2)).cmp(&pending(SegmentId(b.2))), a.2.cmp(&b.2));
+        }
+
+        /// Exactly the keys of one inode lie in [prefix, end_of(prefix)).
+        #[test]
+        fn a_prefix_holds_its_inode_and_no_other(
+            a in number(), b in number(), second in number(), name in name(),
+        ) {
+            let (one, other) = (Ino(a), Ino(b));
+            for (prefix, key) in [
+                (dentries(one), dentry(other, &name)),
+                (all_extents(one), extents(other, second as u32)),
+                (all_xattrs(one), xattr(other, &name)),
+                (all_deltas(one), delta(other, second as u32)),
+                (all_inline(one), inline(other, second)),
+            ] {
+                let inside = prefix <= key && key < end_of(&prefix);
+                prop_assert_eq!(inside, one == other, "{:?} in {:?}", key, prefix);
+            }
+        }
+
+        #[test]
+        fn end_is_the_first_key_after_a_prefix(prefix in name(), key in name()) {
+            let end = end_of(&prefix);
+            if end.is_empty() {
+                // All 0xFF, or nothing: no key lies after, which an empty end says.
+                prop_assert!(prefix.iter().all(|&byte| byte == u8::MAX));
+            } else {
+                let inside = prefix <= key && key < end;
+                prop_assert_eq!(inside, key.starts_with(&prefix));
+            }
+        }
+
+        #[test]
+        fn fields_come_back_and_kinds_do_not_mix(
+            a in number(), b in number(), id in any::<u128>(), name in name(),
+        ) {
+            let keys = all(a, b, id, &name);
+            let letters: HashSet<u8> = keys.iter().map(|key| key[0]).collect();
+            prop_assert_eq!(letters.len(), keys.len());
+            for key in &keys {
+                prop_assert_eq!(is_versioned(key), b"iexaldb".contains(&key[0]));
+                if b"iexaldbO".contains(&key[0]) {
+                    prop_assert_eq!(ino_of(key), Some(Ino(a)));
+                }
+                if b"SPZ".contains(&key[0]) {
+                    prop_assert_eq!(id_of(key), Some(id.to_be_bytes()));
+                }
+                if b"ea".contains(&key[0]) {
+                    prop_assert_eq!(name_of(key), &name[..]);
+                }
+            }
+        }
+
+        #[test]
+        fn short_keys_have_no_fields(key in prop::collection::vec(any::<u8>(), 0..9)) {
+            prop_assert_eq!(ino_of(&key), None);
+            prop_assert_eq!(id_of(&key), None);
+            prop_assert!(name_of(&key).is_empty());
+        }
+    }
+
+    #[test]
+    fn ends_carry_over() {
+        assert_eq!(end_of(b"b"), b"c");
+        assert_eq!(end_of(b"a\xFF\xFF"), b"b");
+        assert_eq!(end_of(b"e\0\xFF"), b"e\x01");
+        assert_eq!(end_of(b"\xFF\xFF"), b"");
+        assert_eq!(end_of(b""), b"");
+    }
 }

@@ -10,7 +10,7 @@ from headrace.model.crc32c import crc32c
 
 TYPES = {"u1": 1, "u4": 2, "u8": 3, "i8": 4}
 SEAL = bytes(range(16))
-SEAL_TEXT = "000G40R40M30E209185GR38E1W"
+SEAL_TEXT = "00041061050R3GG28A1C60T3GF"
 
 
 def build(files: dict[str, bytes], root: bytes = b"data", version: int = 3) -> bytes:

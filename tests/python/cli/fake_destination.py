@@ -144,9 +144,7 @@ class FakeDestination:
     @staticmethod
     def _existing(node: Node) -> Existing:
         uid, gid, mtime_ns = node.uid or 0, node.gid or 0, node.mtime_ns or 0
-        return Existing(
-            node.kind, len(node.data), node.mode, uid, gid, mtime_ns, node.rdev, node.ino
-        )
+        return Existing(node.kind, len(node.data), node.mode, uid, gid, mtime_ns, node.rdev, node.ino)
 
 
 class FakeHandle:

@@ -1,0 +1,497 @@
+"""The commands of `headrace`. Each parses, calls the API, prints; what it does is elsewhere.
+
+Errors: a command raises what the API raises; `main` turns it into one line on stderr and an exit code
+(exit_codes.py). A traceback appears only with --debug, or for a fault of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from headrace.cli.exit_codes import HELP_TEXT, ExitCode, exit_code_of
+from headrace.cli.place import parse_place
+from headrace.cli.text import json_name, print_json, printable, shown, warn
+from headrace.client import engine
+from headrace.client.volume import Volume, connect
+from headrace.errors import Conflict, HeadraceError, Invalid
+from headrace.units import format_bytes, format_count, parse_bytes
+
+_debug = False
+
+
+class _Bytes(click.ParamType[int]):
+    """A size such as 512MiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_bytes(value)
+        except Invalid as error:
+            self.fail(error.message, param, ctx)
+
+
+BYTES = _Bytes()
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+
+
+def open_volume(volume: str, *, start: bool = True) -> Volume:
+    """`connect`, with a folder that is no volume as the state's fault and not the arguments'."""
+    try:
+        return connect(volume, start=start)
+    except Invalid as error:
+        raise Conflict(error.message) from error
+
+
+@click.group(
+    epilog=HELP_TEXT,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.option("--debug", is_flag=True, help="Show tracebacks of errors.")
+def cli(debug: bool) -> None:
+    """Headrace: one tree of files, fed to training at the speed of the disk.
+
+    A volume is a folder made by `headrace create`; an engine process serves it and is started when it is
+    needed. A place in a volume is written VOLUME:/path.
+
+    \b
+    First steps:
+      headrace create ./vol
+      headrace import ~/pictures ./vol:/pictures
+      headrace ls ./vol:/pictures
+      headrace mount ./vol ./mnt
+      headrace demo
+    """
+    global _debug
+    _debug = debug
+
+
+@cli.command()
+@click.argument("volume")
+@json_option
+def create(volume: str, as_json: bool) -> None:
+    """Make a new volume in VOLUME, a folder that is missing or empty.
+
+    \b
+    Example:
+      headrace create ./vol
+    """
+    made = engine.create(volume)
+    if as_json:
+        print_json({**json_name("path", os.fsencode(os.path.abspath(volume))), "volume": made})
+    else:
+        click.echo(f"created volume {made} in {shown(volume)}")
+
+
+@cli.command()
+@click.argument("volume")
+@click.option(
+    "--system", is_flag=True, help="Serve all users of this machine, each with own rights (as root)."
+)
+@click.option("--memory-bytes", type=BYTES, metavar="SIZE", help="Memory budget of the engine, like 256MiB.")
+@json_option
+def up(volume: str, system: bool, memory_bytes: int | None, as_json: bool) -> None:
+    """Start the engine of VOLUME and leave it running.
+
+    Not needed before other commands: they start one that leaves when it is unused for 15 minutes.
+
+    \b
+    Example:
+      headrace up ./vol --memory-bytes 512MiB
+    """
+    try:
+        ready = engine.start(volume, memory_bytes=memory_bytes, system=system)
+    except Invalid as error:
+        raise Conflict(error.message) from error
+    pid = ready.pid if ready is not None else engine.running_pid(volume)
+    recovery = ready.recovery if ready is not None else []
+    if as_json:
+        print_json({"pid": pid, "started": ready is not None, "recovery": recovery})
+        return
+    click.echo(f"engine of {shown(volume)} {'started' if ready else 'runs already'}, pid {pid}")
+    for line in recovery:
+        click.echo(f"  recovery: {printable(line)}")
+
+
+@cli.command()
+@click.argument("volume")
+@json_option
+def down(volume: str, as_json: bool) -> None:
+    """Stop the engine of VOLUME: flush, unmount, end.
+
+    \b
+    Example:
+      headrace down ./vol
+    """
+    try:
+        stopped = engine.stop(volume)
+    except Invalid as error:
+        raise Conflict(error.message) from error
+    if as_json:
+        print_json({"stopped": stopped})
+    else:
+        click.echo(f"engine of {shown(volume)} {'stopped' if stopped else 'was not running'}")
+
+
+@cli.command()
+@click.argument("volume")
+@json_option
+def status(volume: str, as_json: bool) -> None:
+    """Show what the engine of VOLUME does: memory, mounts, clients, segments, warnings.
+
+    Starts nothing: exit code 7 if no engine runs.
+
+    \b
+    Example:
+      headrace status ./vol --json
+    """
+    from headrace.cli.status import print_status
+
+    with open_volume(volume, start=False) as opened:
+        print_status(opened, as_json)
+
+
+@cli.command()
+@click.argument("volume")
+@click.argument("mountpoint")
+@click.option("--read-only", is_flag=True, help="Refuse all changes through this mount.")
+@click.option("--allow-other", is_flag=True, help="Let other users in, each with own rights.")
+@json_option
+def mount(volume: str, mountpoint: str, read_only: bool, allow_other: bool, as_json: bool) -> None:
+    """Mount VOLUME on the empty folder MOUNTPOINT.
+
+    \b
+    Example:
+      mkdir mnt && headrace mount ./vol ./mnt
+    """
+    with open_volume(volume) as opened:
+        mounted = opened.mount(mountpoint, read_only=read_only, allow_other=allow_other)
+    if as_json:
+        print_json({**json_name("mountpoint", mounted.mountpoint), "notes": mounted.notes})
+        return
+    click.echo(f"{shown(volume)} is mounted on {shown(mounted.mountpoint)}")
+    for note in mounted.notes:
+        warn(f"note: {note}")
+
+
+@cli.command()
+@click.argument("mountpoint")
+def unmount(mountpoint: str) -> None:
+    """End the mount on MOUNTPOINT, also one whose engine is gone.
+
+    \b
+    Example:
+      headrace unmount ./mnt
+    """
+    from headrace.cli.mounts import end_mount
+
+    end_mount(mountpoint)
+    click.echo(f"unmounted {shown(mountpoint)}")
+
+
+@cli.command(name="import")
+@click.argument("source")
+@click.argument("target", metavar="VOLUME:/path")
+@json_option
+def import_(source: str, target: str, as_json: bool) -> ExitCode:
+    """Copy SOURCE, a folder or a tar archive, into a volume.
+
+    What is in SOURCE lands in the folder VOLUME:/path, with modes, times, links and (as root) owners.
+    Extended attributes are left out. Archives may be compressed (gzip, xz, bzip2). Safe to run again after an
+    interruption: what is there already is skipped. Ends with exit code 6 if anything is missing, and names it.
+
+    \b
+    Examples:
+      headrace import ~/pictures ./vol:/pictures
+      headrace import train.tar.xz ./vol:/train
+    """
+    from headrace.cli.import_command import run_import
+
+    place = parse_place(target)
+    with open_volume(place.volume) as volume:
+        return run_import(source, place, volume, as_json)
+
+
+@cli.command()
+@click.argument("place", metavar="VOLUME:/path")
+@click.option("-l", "--long", "long", is_flag=True, help="Modes, owners, sizes and times as well.")
+@json_option
+def ls(place: str, long: bool, as_json: bool) -> None:
+    """List a folder of a volume.
+
+    \b
+    Example:
+      headrace ls -l ./vol:/pictures
+    """
+    from headrace.cli.listing import list_place
+
+    parsed = parse_place(place, bare_volume=True)
+    with open_volume(parsed.volume) as volume:
+        list_place(volume, parsed.path, long, as_json)
+
+
+@cli.command()
+@click.argument("place", metavar="VOLUME:/path")
+@json_option
+def stat(place: str, as_json: bool) -> None:
+    """Show the attributes of one name in a volume. Symbolic links are not followed.
+
+    \b
+    Example:
+      headrace stat ./vol:/pictures/cat.jpg
+    """
+    from headrace.cli.listing import stat_place
+
+    parsed = parse_place(place, bare_volume=True)
+    with open_volume(parsed.volume) as volume:
+        stat_place(volume, parsed.path, as_json)
+
+
+@cli.command()
+@click.argument("place", metavar="VOLUME:/path")
+@json_option
+def du(place: str, as_json: bool) -> None:
+    """Count the files and bytes of a tree. A file with several links counts once.
+
+    \b
+    Example:
+      headrace du ./vol:/pictures
+    """
+    from headrace.cli.listing import measure
+
+    parsed = parse_place(place, bare_volume=True)
+    with open_volume(parsed.volume) as volume:
+        counted = measure(volume, parsed.path)
+    if as_json:
+        print_json({**json_name("path", parsed.path), **counted})
+        return
+    click.echo(
+        f"{format_bytes(counted['bytes'])} in {format_count(counted['files'])} files, "
+        f"{format_count(counted['directories'])} directories, {format_count(counted['others'])} others"
+    )
+
+
+@cli.command()
+@click.argument("place", metavar="VOLUME:/path")
+@json_option
+def seal(place: str, as_json: bool) -> None:
+    """Freeze a folder of a volume as a data set for training.
+
+    Prints the id to give to `Volume.dataset(id)`. The folder may change on; the sealed view does not.
+
+    \b
+    Example:
+      headrace seal ./vol:/pictures
+    """
+    parsed = parse_place(place, bare_volume=True)
+    with open_volume(parsed.volume) as volume:
+        dataset = volume.seal(parsed.path)
+        fields = {
+            "seal": dataset.seal,
+            "version": dataset.version,
+            "samples": len(dataset),
+            "classes": len(dataset.classes),
+        }
+    if as_json:
+        print_json({**json_name("path", parsed.path), **fields})
+    else:
+        click.echo(f"sealed {parsed} as {dataset.seal}: {format_count(len(dataset))} samples")
+
+
+@cli.group()
+def bench() -> None:
+    """Measure a folder, a mount or the Loader, side by side with another folder.
+
+    Rounds alternate between --target and --compare; medians of the rounds are shown. Cold means that the
+    page cache was dropped (as root), and for a mounted volume that its engine was restarted.
+    """
+
+
+_target_options = [
+    click.option("--target", required=True, metavar="DIR", help="Folder to measure, e.g. in a mount."),
+    click.option("--compare", metavar="DIR", help="Folder to measure beside it, e.g. on the local disk."),
+    click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True),
+    json_option,
+]
+
+
+def target_options(function: Any) -> Any:
+    for option in reversed(_target_options):
+        function = option(function)
+    return function
+
+
+@bench.command(name="small-files")
+@click.option("--files", type=click.IntRange(min=1), default=20_000, show_default=True)
+@click.option("--size", "size_bytes", type=BYTES, default="10KiB", show_default=True, metavar="SIZE")
+@click.option("--threads", default="1,8", show_default=True, help="Thread counts, separated by commas.")
+@target_options
+def small_files(
+    files: int, size_bytes: int, threads: str, target: str, compare: str | None, rounds: int, as_json: bool
+) -> None:
+    """Create, read, stat and list many small files.
+
+    \b
+    Example:
+      headrace bench small-files --target ./mnt --compare /tmp --files 20000 --size 10KiB
+    """
+    from headrace.cli.bench import bench_small_files
+
+    bench_small_files(target, compare, files, size_bytes, _thread_counts(threads), rounds, as_json)
+
+
+@bench.command(name="large-file")
+@click.option("--bytes", "total_bytes", type=BYTES, default="2GiB", show_default=True, metavar="SIZE")
+@click.option("--threads", default="1,8", show_default=True, help="Thread counts of the random reads.")
+@target_options
+def large_file(
+    total_bytes: int, threads: str, target: str, compare: str | None, rounds: int, as_json: bool
+) -> None:
+    """Write and read one large file, whole and in random blocks of 4 KiB.
+
+    \b
+    Example:
+      headrace bench large-file --target ./mnt --compare /tmp --bytes 2GiB
+    """
+    from headrace.cli.bench import bench_large_file
+
+    bench_large_file(target, compare, total_bytes, _thread_counts(threads), rounds, as_json)
+
+
+@bench.command(name="loader")
+@click.option("--volume", required=True, metavar="VOLUME")
+@click.option("--path", required=True, metavar="PATH", help="Folder in the volume to seal and read.")
+@click.option("--batch", "batch_size", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@json_option
+def loader(volume: str, path: str, batch_size: int, rounds: int, as_json: bool) -> None:
+    """Read a folder of a volume through the Loader, shuffled, every byte range touched.
+
+    \b
+    Example:
+      headrace bench loader --volume ./vol --path /pictures --batch 256
+    """
+    from headrace.cli.bench import bench_loader
+
+    with open_volume(volume) as opened:
+        bench_loader(opened, path, batch_size, rounds, as_json)
+
+
+def _thread_counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or any(not 1 <= count <= 256 for count in counts):
+        raise click.BadParameter(f"{text!r}: write thread counts like 1,8", param_hint="--threads")
+    return counts
+
+
+@cli.command()
+@click.argument("volume", required=False)
+@json_option
+def doctor(volume: str | None, as_json: bool) -> ExitCode:
+    """Check whether this machine can run Headrace, and VOLUME if given.
+
+    Every check has a verdict (ok, warn, fail) and a remedy. Exit code 0 unless one fails.
+
+    \b
+    Example:
+      headrace doctor ./vol
+    """
+    from headrace.cli.doctor import examine, report
+
+    return ExitCode.OK if report(examine(volume), as_json) else ExitCode.FAILURE
+
+
+@cli.command()
+@click.option("--source", metavar="PATH|TAR", help="Tree to use instead of Python's own files.")
+@click.option("--keep", is_flag=True, help="Leave the volume and the mount to look around.")
+@json_option
+def demo(source: str | None, keep: bool, as_json: bool) -> ExitCode:
+    """See it work: import real files, mount them, compare them, feed a simulated accelerator.
+
+    Takes less than three minutes in a temporary folder and leaves nothing behind.
+
+    \b
+    Example:
+      headrace demo --source ~/pictures
+    """
+    from headrace.cli.demo import run_demo
+
+    return run_demo(source, keep=keep, as_json=as_json)
+
+
+@cli.command()
+@json_option
+def version(as_json: bool) -> None:
+    """Print the version of Headrace.
+
+    \b
+    Example:
+      headrace version
+    """
+    from headrace import __version__
+
+    if as_json:
+        print_json({"version": __version__, "python": sys.version.split()[0]})
+    else:
+        click.echo(f"headrace {__version__}")
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main() -> NoReturn:
+    """The entry point: runs a command, ends the process with an ExitCode."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    # Names that are not UTF-8 may reach stdout in messages: never a UnicodeEncodeError instead of them.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        result = cli.main(standalone_mode=False)
+        sys.stdout.flush()
+        return int(result) if result is not None else ExitCode.OK
+    except click.ClickException as error:
+        error.show()
+        return ExitCode.BAD_ARGUMENTS
+    except (click.Abort, KeyboardInterrupt) as error:
+        if _debug:
+            raise
+        warn(str(error) or "interrupted")
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has seen enough. The interpreter must not flush into the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+    except (HeadraceError, OSError) as error:
+        if _debug:
+            raise
+        warn(_sentence(error))
+        return exit_code_of(error)
+
+
+def _sentence(error: HeadraceError | OSError) -> str:
+    if isinstance(error, HeadraceError):
+        return error.message
+    if error.filename is not None:
+        name = error.filename if isinstance(error.filename, str) else os.fsdecode(error.filename)
+        return f"{name}: {error.strerror}"
+    return str(error)
+
+
+if __name__ == "__main__":
+    main()

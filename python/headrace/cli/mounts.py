@@ -1,0 +1,99 @@
+"""Mounts of Headrace as the kernel lists them, and ending one: by its engine, or without it when that is gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from typing import NamedTuple
+
+from headrace.client.connection import of_os_error
+from headrace.client.volume import connect
+from headrace.errors import Conflict, HeadraceError, NotFound
+
+_HELPER_SECONDS_MAX = 30
+
+
+class MountPoint(NamedTuple):
+    """One line of /proc/self/mounts."""
+
+    device: bytes
+    path: bytes
+    kind: bytes
+
+
+def mount_points() -> list[MountPoint]:
+    """What is mounted, in the order of mounting; empty where /proc is missing."""
+
+    def unescaped(field: bytes) -> bytes:
+        return re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field)
+
+    try:
+        with open("/proc/self/mounts", "rb") as file:
+            fields = [line.split(b" ") for line in file]
+    except OSError:
+        return []
+    return [MountPoint(unescaped(line[0]), unescaped(line[1]), line[2]) for line in fields if len(line) > 2]
+
+
+def headrace_mounts() -> list[MountPoint]:
+    """Those whose type says that they are ours (fuse.headrace)."""
+    return [mount for mount in mount_points() if mount.kind == b"fuse.headrace"]
+
+
+def mount_at(path: bytes) -> MountPoint | None:
+    """Our mount exactly on `path` (absolute), the topmost if there are several."""
+    return next((mount for mount in reversed(headrace_mounts()) if mount.path == path), None)
+
+
+def mount_holding(path: str) -> MountPoint | None:
+    """Our mount that `path` lies in, if it lies in one: of all mounts above it, the longest is ours."""
+    where = os.fsencode(os.path.realpath(path))
+    inside = [
+        mount
+        for mount in mount_points()
+        if where == mount.path or where.startswith(mount.path.rstrip(b"/") + b"/")
+    ]
+    holding = max(inside, key=lambda mount: len(mount.path), default=None)
+    return holding if holding is not None and holding.kind == b"fuse.headrace" else None
+
+
+def end_mount(mountpoint: str) -> None:
+    """Ends the mount on `mountpoint`. The engine does it if it answers; else the kernel is asked directly.
+
+    NotFound: no mount of ours is there. Conflict: files on it are open.
+    """
+    # Not realpath: it would look into a mount that may not answer.
+    absolute = os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(mountpoint))), "")
+    path = os.fsencode(absolute + os.path.basename(os.path.abspath(mountpoint)))
+    mount = mount_at(path)
+    if mount is None:
+        raise NotFound(f"no volume is mounted on {mountpoint}: see /proc/self/mounts")
+    volume = os.fsdecode(mount.device)
+    if os.path.isdir(volume):
+        try:
+            with connect(volume, start=False) as opened:
+                opened.unmount(os.fsdecode(path))
+            return
+        except Conflict:
+            raise
+        except HeadraceError:
+            pass  # no engine, or not this one's mount any more: what is left is the kernel's
+    _unmount_by_kernel(os.fsdecode(path))
+
+
+def _unmount_by_kernel(path: str) -> None:
+    helper = (
+        ["umount", path] if os.geteuid() == 0 else [shutil.which("fusermount3") or "fusermount", "-u", path]
+    )
+    try:
+        done = subprocess.run(
+            helper, capture_output=True, text=True, timeout=_HELPER_SECONDS_MAX, check=False, cwd="/"
+        )
+    except OSError as error:
+        raise of_os_error(f"run {helper[0]}", error) from error
+    except subprocess.TimeoutExpired as error:
+        raise Conflict(f"{helper[0]} {path} did not end within {_HELPER_SECONDS_MAX} s") from error
+    if done.returncode != 0:
+        raise Conflict(done.stderr.strip() or f"{helper[0]} {path} failed with status {done.returncode}")

@@ -1,0 +1,63 @@
+"""`headrace status`: what an engine does, for people and for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import msgspec
+
+from headrace.cli.text import json_name, print_json, printable, shown
+from headrace.client.volume import Volume
+from headrace.units import format_bytes, format_count
+
+
+def print_status(volume: Volume, as_json: bool) -> None:
+    status = volume.status()
+    space = volume.statfs()
+    if as_json:
+        # `path` and mountpoints are bytes: they get their own treatment.
+        fields: dict[str, Any] = {
+            name: getattr(status, name) for name in status.__struct_fields__ if name not in ("path", "mounts")
+        }
+        mounts = [
+            {
+                **json_name("mountpoint", mount.mountpoint),
+                "read_only": mount.read_only,
+                "requests": mount.requests,
+            }
+            for mount in status.mounts
+        ]
+        print_json(
+            {
+                **json_name("path", status.path),
+                **fields,
+                "mounts": mounts,
+                "space": msgspec.to_builtins(space),
+            }
+        )
+        return
+    used = 100 * (1 - space.bytes_available / space.bytes_total) if space.bytes_total else 0
+    rows = [
+        ("volume", f"{shown(status.path)} ({status.volume}, format {status.format})"),
+        ("engine", f"{status.engine}, pid {status.pid}"),
+        (
+            "memory",
+            (
+                f"{format_bytes(status.resident_bytes)} resident; buffers "
+                f"{format_bytes(status.buffers_bytes)} of {format_bytes(status.memory_bytes_max)}"
+            ),
+        ),
+        ("unsaved", format_bytes(status.dirty_bytes)),
+        ("clients", f"{status.clients}, {status.streams} of them reading batches"),
+        ("holds", f"{format_count(status.inodes)} inodes, {format_count(status.seals)} sealed views"),
+        ("segments", f"{format_count(status.segments)}, {format_bytes(status.segment_bytes)}"),
+        ("disk", f"{format_bytes(space.bytes_available)} free, {used:.0f} % used"),
+    ]
+    for mount in status.mounts:
+        how = "read-only, " if mount.read_only else ""
+        rows.append(("mount", f"{shown(mount.mountpoint)} ({how}{format_count(mount.requests)} requests)"))
+    rows.extend(("recovery", printable(line)) for line in status.recovery)
+    rows.extend(("warning", printable(line)) for line in status.warnings)
+    for name, value in rows:
+        click.echo(f"{name:>9}  {value}")

@@ -1,0 +1,550 @@
+"""A volume as Python sees it: files by path, sealing, and the engine behind it.
+
+Every method is one request (a few where it says so) to the engine on this machine; whether the caller may do
+it is decided there, by the mode bits, for the user of this process. Paths are str (surrogateescape) or bytes,
+absolute in the volume; the leading "/" may be left out. What is returned has the type of the path given.
+Open files are in `file.py`, sealed views in `dataset.py`, the connections in `connection.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any, AnyStr, Generic, Literal, Self, overload
+
+from headrace.client.connection import Connection, Pool
+from headrace.client.engine import check_volume, open_connection, volume_folder
+from headrace.client.engine import create as create_volume
+from headrace.client.file import PIECE_BYTES, VolumeFile, open_file
+from headrace.client.wire import Buffer
+from headrace.errors import Conflict, HeadraceError, Invalid, NotFound
+from headrace.model import message
+from headrace.model.message import PAYLOAD_BYTES_MAX, Attr, Kind, PutDone, PutEntry, Sealed
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from headrace.client.dataset import Dataset
+
+Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+
+# A page of a listing; with attributes about 150 bytes an entry.
+_LIST_ENTRIES_MAX = 4096
+
+
+def connect(volume: str | os.PathLike[str], *, start: bool = True, create: bool = False) -> Volume:
+    """The volume in the folder `volume`, connected.
+
+    start: start the engine if none runs; it stays for the next user and leaves when unused for 15 minutes.
+    create: make the volume if the folder is missing or empty. Blocks until the engine answers, up to 60 s
+    when it starts. Safe from many processes at once: they end up with one engine. After fork the child
+    connects anew by itself.
+
+    Raises NotFound (no such folder, no headraced), Invalid (not a volume, a newer format), Permission (not
+    this user's), Unavailable (start=False and no engine runs; or it did not get ready), Corrupt.
+
+    >>> with connect(folder, create=True) as volume:
+    ...     volume.write_bytes("/hello", b"hi")
+    ...     volume.read_bytes("/hello")
+    b'hi'
+    """
+    folder = volume_folder(volume)
+    if create and not os.path.exists(os.path.join(folder, "HEADRACE")):
+        # Two may create at once: the loser finds the winner's volume.
+        try:
+            create_volume(folder)
+        except Conflict:
+            check_volume(folder)
+    connected = Volume(folder, start=start)
+    connected.hello()
+    return connected
+
+
+class Volume:
+    """One volume. Make it with `headrace.connect`.
+
+    Safe from any thread (calls run side by side on connections of their own) and after fork, where the child
+    connects anew. Pickles to its path; the copy connects when it is first used. An engine that ends in
+    mid-call makes that call Unavailable; the next one starts it again unless `start` was False.
+    """
+
+    def __init__(self, folder: str, *, start: bool = True) -> None:
+        self._folder = folder
+        self._start = start
+        self._closed = False
+        self._pool = Pool(self._connect)
+
+    @property
+    def path(self) -> str:
+        """The volume's folder, absolute."""
+        return self._folder
+
+    def _connect(self) -> Connection:
+        if self._closed:
+            raise Invalid(f"volume {self._folder} was closed by this program: connect to it again")
+        return open_connection(self._folder, self._start)
+
+    def connection(self) -> Connection:
+        """A new connection that is the caller's alone, for bulk work or a stream, and its to close."""
+        return self._connect()
+
+    def call(
+        self,
+        request: message.Request,
+        answer: Any = None,
+        payload: Sequence[Buffer] = (),
+        into: memoryview | None = None,
+    ) -> Any:
+        """Sends one request of `headrace.model.message` and gives its answer's `ok`, of type `answer`.
+
+        For what the methods below do not cover. Blocks until the engine answers; Ctrl-C ends the wait.
+        """
+        return self._pool.call(request, answer, payload, into).ok
+
+    def hello(self) -> message.Welcome:
+        """Who answers: engine version, process id, volume id, format.
+
+        Raises Invalid if it speaks another wire version."""
+        welcome: message.Welcome = self.call(message.Hello(client="headrace-python"), message.Welcome)
+        if welcome.wire != message.WIRE:
+            raise Invalid(
+                f"the engine of volume {self._folder} (pid {welcome.pid}, {welcome.engine}) speaks "
+                f"wire version {welcome.wire}, this headrace {message.WIRE}: stop it with `headrace down`, so "
+                "that the installed one starts"
+            )
+        return welcome
+
+    # Whole files
+
+    def read_bytes(self, path: Path) -> bytes:
+        """The file's content. One request up to 64 MiB, more above; needs its size in memory.
+
+        A file that is replaced meanwhile is read whole, as it was when it was opened.
+        Raises NotFound, Permission, IsADirectory, Corrupt.
+        """
+        name = wire_path(path)
+        try:
+            return self._pool.call(message.ReadFile(name)).payload
+        except Invalid as error:
+            if error.errno not in (errno.EINVAL, errno.EFBIG) or self.stat(name).size <= PAYLOAD_BYTES_MAX:
+                raise
+        with self.open(name, "rb", buffering=0) as raw:
+            content: bytes = raw.read()
+        return content
+
+    def write_bytes(
+        self, path: Path, data: Buffer, *, mode: int = 0o644, parents: bool = False, durable: bool = False
+    ) -> None:
+        """Makes `path` a file with content `data`, replacing one that was there in one step.
+
+        mode: permission bits. parents: missing folders are made. durable: on disk when this returns, else
+        within 5 s. Above 64 MiB the bytes go to a file `.headrace-*.partial` beside it first, which is then
+        renamed. Raises NotFound (no such folder), IsADirectory, Permission, Full.
+        """
+        name = wire_path(path)
+        view = memoryview(data).cast("B")
+        if view.nbytes <= PAYLOAD_BYTES_MAX:
+            self.put([PutEntry(name, mode=mode, size=view.nbytes)], [view], parents=parents, durable=durable)
+            return
+        folder = os.path.dirname(name)
+        if parents:
+            self.makedirs(folder, exist_ok=True)
+        partial, raw = self._open_partial(folder, mode)
+        try:
+            with raw:
+                for at in range(0, view.nbytes, PIECE_BYTES):
+                    piece = view[at : at + PIECE_BYTES]
+                    while piece.nbytes:
+                        piece = piece[raw.write(piece) :]
+                if durable:
+                    raw.sync()
+            self.rename(partial, name)
+        except BaseException:
+            with contextlib.suppress(HeadraceError):
+                self.remove(partial)
+            raise
+        if durable:
+            self.sync()
+
+    def _open_partial(self, folder: bytes, mode: int) -> tuple[bytes, VolumeFile]:
+        for attempt in itertools.count():
+            partial = os.path.join(folder, b".headrace-%d-%d.partial" % (os.getpid(), attempt))
+            try:
+                return partial, VolumeFile(self._pool, partial, "x", mode)
+            except FileExistsError:
+                continue
+        raise AssertionError("unreachable")
+
+    def put(
+        self,
+        entries: Sequence[PutEntry],
+        data: Sequence[Buffer] = (),
+        *,
+        parents: bool = False,
+        durable: bool = False,
+    ) -> PutDone:
+        """Creates or replaces many entries in one request, each atomically, in their order.
+
+        data: buffers with the files' bytes one after the other, as the entries' `size`s divide them; 64 MiB
+        at most. parents: missing folders are made (0755). durable: all on disk when this returns.
+        An error names the first entry that failed; those before it are done, those after it are not.
+        """
+        wanted = sum(entry.size for entry in entries)
+        given = sum(memoryview(buffer).nbytes for buffer in data)
+        if wanted != given:
+            raise Invalid(f"put: the entries' sizes add up to {wanted} bytes, but {given} were given")
+        done: PutDone = self.call(message.Put(list(entries), parents, durable), PutDone, data)
+        return done
+
+    # Open files
+
+    @overload
+    def open(
+        self,
+        path: Path,
+        mode: Literal["r", "w", "a", "x", "r+", "w+", "a+", "x+", "rt", "wt", "at", "xt"] = "r",
+        *,
+        permissions: int = ...,
+        buffering: int = ...,
+        encoding: str | None = ...,
+        errors: str | None = ...,
+        newline: str | None = ...,
+    ) -> IO[str]: ...
+    @overload
+    def open(
+        self,
+        path: Path,
+        mode: Literal["rb", "wb", "ab", "xb", "rb+", "wb+", "ab+", "xb+", "r+b", "w+b", "a+b", "x+b"],
+        *,
+        permissions: int = ...,
+        buffering: int = ...,
+    ) -> IO[bytes]: ...
+    @overload
+    def open(
+        self,
+        path: Path,
+        mode: str,
+        *,
+        permissions: int = ...,
+        buffering: int = ...,
+        encoding: str | None = ...,
+        errors: str | None = ...,
+        newline: str | None = ...,
+    ) -> IO[Any]: ...
+    def open(
+        self,
+        path: Path,
+        mode: str = "r",
+        *,
+        permissions: int = 0o644,
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+    ) -> IO[Any]:
+        """A file object like the builtin `open` gives: modes r, w, a, x with + and b or t; text is UTF-8.
+
+        permissions: mode bits of a file that this creates. buffering: bytes, default 1 MiB; 0 for none
+        (binary only). Each open file holds one connection. Visible to others at flush() or close(), durable
+        within 5 s of that; for durable now: flush, then `raw.sync()`, or `Volume.sync`.
+        Raises NotFound, AlreadyExists (x), IsADirectory, Permission, Invalid (mode).
+
+        >>> with volume.open("/notes.txt", "w") as file:
+        ...     _ = file.write("one")
+        >>> volume.open("/notes.txt").read()
+        'one'
+        """
+        return open_file(self._pool, wire_path(path), mode, permissions, buffering, encoding, errors, newline)
+
+    # Folders
+
+    @overload
+    def listdir(self, path: str = "/") -> list[str]: ...
+    @overload
+    def listdir(self, path: bytes) -> list[bytes]: ...
+    def listdir(self, path: str | bytes = "/") -> list[str] | list[bytes]:
+        """The names in a folder, in byte order. One request per 4,096 names."""
+        if isinstance(path, bytes):
+            return [entry.name for entry in self._entries(path, attrs=False)]
+        return [os.fsdecode(entry.name) for entry in self._entries(os.fsencode(path), attrs=False)]
+
+    def scandir(self, path: AnyStr, *, attrs: bool = True) -> Iterator[DirEntry[AnyStr]]:
+        """The entries of a folder in byte order, with their attributes unless `attrs` is False.
+
+        One request per 4,096 entries, as they are consumed; entries made or removed meanwhile may or may not
+        be seen, all others once.
+        """
+        for entry in self._entries(os.fsencode(path), attrs):
+            name: Any = entry.name if isinstance(path, bytes) else os.fsdecode(entry.name)
+            yield DirEntry(self, name, os.path.join(path, name), entry)
+
+    def _entries(self, path: bytes, attrs: bool) -> Iterator[message.ListEntry]:
+        after = None
+        while True:
+            listing: message.Listing = self.call(
+                message.List(wire_path(path), after, _LIST_ENTRIES_MAX, attrs), message.Listing
+            )
+            yield from listing.entries
+            after = listing.next
+            if after is None:
+                return
+
+    def walk(
+        self, path: AnyStr, *, follow_links: bool = False
+    ) -> Iterator[tuple[AnyStr, list[AnyStr], list[AnyStr]]]:
+        """(folder, names of folders in it, names of all else), top down, as `os.walk`; the list of folders
+        may be changed to steer the walk. Raises at once what a listing raises."""
+        folders: list[AnyStr] = []
+        others: list[AnyStr] = []
+        for entry in self.scandir(path, attrs=False):
+            (folders if entry.is_dir(follow_links) else others).append(entry.name)
+        yield path, folders, others
+        for name in folders:
+            yield from self.walk(os.path.join(path, name), follow_links=follow_links)
+
+    def mkdir(self, path: Path, mode: int = 0o755) -> None:
+        """Makes one folder. Raises AlreadyExists, NotFound (no parent), NotADirectory, Permission."""
+        self.call(message.Mkdir(wire_path(path), mode, parents=False, exist_ok=False))
+
+    def makedirs(self, path: Path, mode: int = 0o755, *, exist_ok: bool = False) -> None:
+        """Makes a folder and those above it that are missing, in one request."""
+        self.call(message.Mkdir(wire_path(path), mode, parents=True, exist_ok=exist_ok))
+
+    def rmdir(self, path: Path) -> None:
+        """Removes an empty folder. Raises Conflict (ENOTEMPTY) if it is not."""
+        self.call(message.Rmdir(wire_path(path)))
+
+    # Names
+
+    def stat(self, path: Path, *, follow_links: bool = True) -> Attr:
+        """Attributes; of the link itself with follow_links=False. Raises NotFound, Permission."""
+        attr: Attr = self.call(message.Stat(wire_path(path), follow_links), Attr)
+        return attr
+
+    def exists(self, path: Path) -> bool:
+        """Whether `path` leads to something; False for a dangling link."""
+        return self._kind(path) is not None
+
+    def is_dir(self, path: Path) -> bool:
+        """Whether `path` leads to a folder."""
+        return self._kind(path) is Kind.DIRECTORY
+
+    def is_file(self, path: Path) -> bool:
+        """Whether `path` leads to a regular file."""
+        return self._kind(path) is Kind.FILE
+
+    def _kind(self, path: Path) -> Kind | None:
+        try:
+            return self.stat(path).kind
+        except (NotFound, NotADirectoryError):
+            return None
+
+    def remove(self, path: Path) -> None:
+        """Removes a name that is not a folder's; the file lives on while it is open or linked elsewhere."""
+        self.call(message.Unlink(wire_path(path)))
+
+    def rename(self, source: Path, target: Path, *, replace: bool = True) -> None:
+        """Renames in one step. A file or an empty folder at `target` is replaced, or AlreadyExists with
+        replace=False. Raises Invalid for a folder into itself."""
+        self.call(message.Rename(wire_path(source), wire_path(target), noreplace=not replace, exchange=False))
+
+    def exchange(self, one: Path, other: Path) -> None:
+        """Swaps two names in one step; both must exist."""
+        self.call(message.Rename(wire_path(one), wire_path(other), noreplace=False, exchange=True))
+
+    def symlink(self, target: str | bytes, path: Path) -> None:
+        """Makes `path` a symbolic link that says `target`, which need not exist."""
+        self.call(message.Symlink(os.fsencode(target), wire_path(path)))
+
+    def link(self, source: Path, path: Path) -> None:
+        """Makes `path` one more name of the file `source`."""
+        self.call(message.Link(wire_path(source), wire_path(path)))
+
+    @overload
+    def readlink(self, path: str) -> str: ...
+    @overload
+    def readlink(self, path: bytes) -> bytes: ...
+    def readlink(self, path: str | bytes) -> str | bytes:
+        """What a symbolic link says. Raises Invalid for anything else."""
+        target = self._pool.call(message.Readlink(wire_path(path))).payload
+        return target if isinstance(path, bytes) else os.fsdecode(target)
+
+    def set_attributes(
+        self,
+        path: Path,
+        *,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        size: int | None = None,
+        atime_ns: int | None = None,
+        mtime_ns: int | None = None,
+    ) -> Attr:
+        """Changes what is given, in one step; links are not followed."""
+        change = message.SetAttr(mode, uid, gid, size, atime_ns, mtime_ns)
+        attr: Attr = self.call(message.Setattr(wire_path(path), change), Attr)
+        return attr
+
+    def getxattr(self, path: Path, name: str) -> bytes:
+        """The value of an extended attribute. Raises NotFound (ENODATA) when there is none."""
+        return self._pool.call(message.Getxattr(wire_path(path), os.fsencode(name))).payload
+
+    def setxattr(self, path: Path, name: str, value: bytes) -> None:
+        """Sets an extended attribute; `user.` names are the caller's to choose."""
+        self.call(message.Setxattr(wire_path(path), os.fsencode(name), value))
+
+    def listxattr(self, path: Path) -> list[str]:
+        """Names of the extended attributes."""
+        names: message.Names = self.call(message.Listxattr(wire_path(path)), message.Names)
+        return [os.fsdecode(name) for name in names.names]
+
+    def removexattr(self, path: Path, name: str) -> None:
+        """Removes an extended attribute. Raises NotFound (ENODATA) when there is none."""
+        self.call(message.Removexattr(wire_path(path), os.fsencode(name)))
+
+    # Sealed views
+
+    def seal(self, path: Path) -> Dataset:
+        """Freezes the tree under the folder `path` and gives it as a data set.
+
+        Costs one pass over the tree's metadata, no file is read; the folder may change on, the view does not.
+        Raises NotFound, NotADirectory, Permission (every file of it must be readable by the caller).
+
+        >>> volume.write_bytes("/pets/cat/1", b"meow", parents=True)
+        >>> pets = volume.seal("/pets")
+        >>> pets[0], pets.paths[0], pets.classes
+        (b'meow', 'cat/1', ['cat'])
+        """
+        from headrace.client.dataset import Dataset
+
+        reply = self._pool.call(message.Seal(wire_path(path)), Sealed, fds=1)
+        return Dataset._of_descriptor(self, reply.ok.seal, reply.fds[0])
+
+    def dataset(self, seal: str) -> Dataset:
+        """The sealed view with this id (`Dataset.seal`). Costs nothing until it is used, O(1) then."""
+        from headrace.client.dataset import Dataset
+
+        return Dataset(self, seal)
+
+    def seals(self) -> list[Sealed]:
+        """All sealed views of the volume, oldest first."""
+        listed: message.SealList = self.call(message.Seals(), message.SealList)
+        return listed.seals
+
+    # The whole volume
+
+    def sync(self) -> None:
+        """Everything written before is durable when this returns."""
+        self.call(message.Sync())
+
+    def statfs(self) -> message.StatfsResult:
+        """Space, in bytes, of the file system that the volume lies on, and inodes in use."""
+        space: message.StatfsResult = self.call(message.Statfs(), message.StatfsResult)
+        return space
+
+    def status(self) -> message.EngineStatus:
+        """What the engine is and does: pid, memory, mounts, clients, segments, recovery, warnings."""
+        status: message.EngineStatus = self.call(message.Status(), message.EngineStatus)
+        return status
+
+    def mount(
+        self, mountpoint: str | os.PathLike[str], *, read_only: bool = False, allow_other: bool = False
+    ) -> message.Mounted:
+        """Mounts the volume on the empty folder `mountpoint`; it is usable when this returns and stays until
+        `unmount` or the engine's end. allow_other: other users may enter, with their own rights.
+
+        Raises NotFound, NotADirectory, Conflict (busy or not empty), Unavailable (no FUSE here).
+        """
+        request = message.Mount(os.fsencode(os.path.abspath(mountpoint)), read_only, allow_other)
+        mounted: message.Mounted = self.call(request, message.Mounted)
+        return mounted
+
+    def unmount(self, mountpoint: str | os.PathLike[str]) -> None:
+        """Ends a mount. Raises Conflict (EBUSY) while files on it are open, NotFound if it is not one."""
+        self.call(message.Unmount(os.fsencode(os.path.abspath(mountpoint))))
+
+    def close(self) -> None:
+        """Ends this object's idle connections; open files and loaders go on. The engine stays."""
+        self._closed = True
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_restored, (self._folder, self._start))
+
+    def __repr__(self) -> str:
+        return f"<Volume {self._folder}>"
+
+
+def _restored(folder: str, start: bool) -> Volume:
+    return Volume(folder, start=start)
+
+
+class DirEntry(Generic[AnyStr]):
+    """One entry of a folder, as `os.DirEntry`. `path` is the scanned path with the name added."""
+
+    __slots__ = ("_entry", "_volume", "name", "path")
+
+    name: AnyStr
+    path: AnyStr
+
+    def __init__(self, volume: Volume, name: AnyStr, path: AnyStr, entry: message.ListEntry) -> None:
+        self._volume = volume
+        self._entry = entry
+        self.name = name
+        self.path = path
+
+    @property
+    def kind(self) -> Kind:
+        """What the name itself is; a link is a link."""
+        return self._entry.kind
+
+    def inode(self) -> int:
+        return self._entry.ino
+
+    def is_symlink(self) -> bool:
+        return self._entry.kind is Kind.SYMLINK
+
+    def is_dir(self, follow_links: bool = True) -> bool:
+        """Costs a request only for a link that is to be followed."""
+        return self._leads_to(Kind.DIRECTORY, follow_links)
+
+    def is_file(self, follow_links: bool = True) -> bool:
+        """Costs a request only for a link that is to be followed."""
+        return self._leads_to(Kind.FILE, follow_links)
+
+    def _leads_to(self, kind: Kind, follow_links: bool) -> bool:
+        if self._entry.kind is Kind.SYMLINK and follow_links:
+            return self._volume._kind(self.path) is kind
+        return self._entry.kind is kind
+
+    def stat(self, *, follow_links: bool = True) -> Attr:
+        """Attributes: those of the listing if it has them, else one request."""
+        attr = self._entry.attr
+        if attr is None or (attr.kind is Kind.SYMLINK and follow_links):
+            attr = self._volume.stat(self.path, follow_links=follow_links)
+        return attr
+
+    def __fspath__(self) -> AnyStr:
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"<DirEntry {self.name!r}>"
+
+
+def wire_path(path: Path) -> bytes:
+    """`path` as the engine wants it: bytes, absolute. Nothing is normalised: names are bytes."""
+    raw = os.fsencode(path)
+    if b"\0" in raw:
+        raise Invalid(f"path {path!r} has a zero byte, which no file system can name")
+    return raw if raw.startswith(b"/") else b"/" + raw

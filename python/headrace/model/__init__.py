@@ -1,0 +1,1 @@
+"""What is talked about: messages, attributes, manifests, batches. No I/O except memory maps handed in."""

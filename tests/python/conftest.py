@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine
+from support.fake_engine import FakeEngine
 
 import headrace
 from headrace.client import engine as engine_process
@@ -61,5 +60,3 @@ def volume(folder: str) -> Iterator[headrace.Volume]:
     with headrace.connect(folder, create=True) as connected:
         yield connected
 
-
-sys.path.insert(0, str(Path(__file__).parent))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manifest_builder import SEAL_TEXT, build, resealed
+from support.manifest_builder import SEAL_TEXT, build, resealed
 
 from headrace.errors import Corrupt, HeadraceError, Invalid
 from headrace.model.manifest import Manifest

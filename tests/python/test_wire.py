@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_engine import frame_bytes, memfd_of, send_frame
+from support.fake_engine import frame_bytes, memfd_of, send_frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,11 +123,11 @@ def pair() -> Any:
 @given(st.lists(st.tuples(st.integers(0, 40000), st.integers(0, 40000)), min_size=1, max_size=6), st.data())
 @settings(max_examples=40, deadline=None)
 def test_frames_arrive_whole_however_they_are_cut(sizes: list[tuple[int, int]], data: st.DataObject) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    channel = Channel(ours)
     frames = [({"m": b"m" * meta}, os.urandom(payload)) for meta, payload in sizes]
     stream = b"".join(frame_bytes(meta, payload) for meta, payload in frames)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    channel = Channel(ours)
 
     def send() -> None:
         for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):

@@ -178,3 +178,34 @@ pub(crate) fn io_error(doing: &str, path: &Path, cause: io::Error) -> Error {
         _ => Error::io(format_args!("{doing} {}", path.display()), cause),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn after_a_failed_sync_the_file_takes_and_promises_nothing_more() {
+        // A device without fdatasync: the nearest thing to a disk that fails it.
+        let disk = DiskFile::open(PathBuf::from("/dev/null")).unwrap();
+        disk.write(b"accepted", 0).unwrap();
+        let first = disk.sync().unwrap_err();
+        assert!(first.message().contains("sync /dev/null"), "{first}");
+        for later in [disk.sync().unwrap_err(), disk.write(b"x", 8).unwrap_err()] {
+            assert_eq!(later.raw_errno(), errno::EIO);
+            assert!(later.message().contains("an earlier sync failed"), "{later}");
+        }
+    }
+
+    #[test]
+    fn a_read_says_where_the_file_ends_and_empty_slices_are_no_obstacle() {
+        let folder = tempfile::tempdir().unwrap();
+        let disk = DiskFile::create(folder.path().join("new/file")).unwrap();
+        let mut slices = [b"".as_slice(), b"ab", b"", b"cde", b""].map(IoSlice::new);
+        disk.write_vectored(&mut slices, 10).unwrap();
+        disk.sync().unwrap();
+        let (mut head, mut tail) = ([1; 2], [1; 10]);
+        let mut slices = [&mut [][..], &mut head, &mut [], &mut tail].map(IoSliceMut::new);
+        assert_eq!(read_vectored(&disk.file, &mut slices, 9).unwrap(), 6);
+        assert_eq!((head, &tail[..5]), ([0, b'a'], b"bcde\x01".as_slice()));
+    }
+}

@@ -99,8 +99,8 @@ pub struct Flash {
 }
 
 impl Flash {
-    /// Opens the folder of segments (made when missing, its parent must be there). `open_files_max` bounds the
-    /// cached descriptors; reads under way and writers hold theirs beside them.
+    /// Opens the folder of segments (made when missing, its parent must be there). `open_files_max` bounds
+    /// the cached descriptors; reads under way and writers hold theirs beside them.
     pub fn open(folder: &Path, open_files_max: usize) -> Result<Arc<Flash>> {
         if !folder.is_dir() {
             disk::make_folder(folder).map_err(|cause| disk::io_error("make folder", folder, cause))?;
@@ -128,8 +128,8 @@ impl Flash {
         FileSegmentWriter::create(self, segment, &origin)
     }
 
-    /// Fills `out` from `offset` of a pack, verified against `check`. Thread-safe, no lock held while reading.
-    /// `Corrupt` if the bytes are not those that were written; then `out` holds zeros.
+    /// Fills `out` from `offset` of a pack, verified against `check`. Thread-safe, no lock held while
+    /// reading. `Corrupt` if the bytes are not those that were written; then `out` holds zeros.
     pub fn read_pack(&self, segment: SegmentId, offset: u64, check: &Check, out: &mut [u8]) -> Result<()> {
         let sums = Sums { start: check.start, covered: check.covered, crcs: &check.crcs };
         self.read(segment, Part::Pack, &sums, offset, out)

@@ -2,8 +2,8 @@
 //!
 //! Order: find the valid prefix, reading only; refuse if it is shorter than what metadata names; then cut,
 //! write the footer or closing entry, sync. Each step can be repeated: a crash in between leaves an open
-//! segment with the same valid prefix. An error of the disk is an error, never "not valid": nothing is cut off
-//! because a cable was loose.
+//! segment with the same valid prefix. An error of the disk is an error, never "not valid": nothing is cut
+//! off because a cable was loose.
 
 use std::fs::File;
 use std::io;

@@ -1,5 +1,7 @@
 //! What segments promise, seen through the crate's public face and the files it leaves.
 
+#![allow(clippy::unwrap_used, reason = "a test ends at the first thing that is not as it should be")]
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -332,6 +334,7 @@ fn recovery_never_cuts_what_files_need() {
     let (segment, _, ends) = open_pack(&place);
     let path = place.path(segment, "pack");
     let whole = fs::read(&path).unwrap();
+    let mut damaged_bytes = 0;
     for at in ends[0]..ends[3] {
         let mut damaged = whole.clone();
         damaged[at as usize] ^= 1;
@@ -339,16 +342,24 @@ fn recovery_never_cuts_what_files_need() {
         place.reopen();
         let frame = ends[1..].iter().position(|end| at < *end).unwrap();
         match place.flash.recover(segment, SegmentKind::Pack, ends[3]) {
-            // Zeros between payloads belong to nobody.
-            Ok(recovered) => assert_eq!((recovered.bytes, recovered.truncated_bytes), (ends[3], 0)),
+            Ok(recovered) => {
+                assert_eq!((recovered.bytes, recovered.truncated_bytes), (ends[3], 0));
+                // Zeros between payloads belong to nobody.
+                assert_eq!(whole[at as usize], 0, "byte {at} was changed and nobody saw it");
+            }
             Err(error) => {
+                damaged_bytes += 1;
                 let valid = if frame == 0 { 0 } else { ends[frame] };
                 assert_corrupt(&error, &[&segment.to_string(), &format!("{valid} bytes are valid")]);
                 assert_corrupt(&error, &[&format!("files need {}", ends[3])]);
                 assert!(fs::read(&path).unwrap() == damaged, "it is left as it was");
+                // Where no file needs more, the whole frames before are kept.
+                let kept = place.flash.recover(segment, SegmentKind::Pack, valid).unwrap();
+                assert_eq!((kept.bytes, kept.records), (valid, 2 * frame as u64), "byte {at}");
             }
         }
     }
+    assert!(damaged_bytes > 3 * (70 + 30 + 56), "payloads and headers of three frames");
 }
 
 #[test]

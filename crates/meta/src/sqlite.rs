@@ -19,6 +19,8 @@ mod flush;
 mod overlay;
 mod read;
 mod schema;
+#[cfg(test)]
+mod tests;
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;

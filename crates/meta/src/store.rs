@@ -41,7 +41,10 @@ pub enum Precondition {
     Equals(Key, Value),
     /// No key begins with `prefix`. Legal only while `guard` is held exclusively, which this does; every
     /// commit that adds a key under the prefix has `Present(guard)`.
-    Empty { prefix: Key, guard: Key },
+    Empty {
+        prefix: Key,
+        guard: Key,
+    },
 }
 
 #[derive(Clone, Debug)]

@@ -41,8 +41,7 @@ fn directory() -> NewInode {
 }
 
 fn write_file(volume: &Arc<Volume>, parent: Ino, name: &[u8], bytes: &[u8]) -> Ino {
-    let (attr, open) =
-        volume.create_file(Origin::SOCKET, parent, name, file(), OpenMode::WRITE).unwrap();
+    let (attr, open) = volume.create_file(Origin::SOCKET, parent, name, file(), OpenMode::WRITE).unwrap();
     open.write(0, bytes).unwrap();
     attr.ino
 }
@@ -150,7 +149,10 @@ fn names_follow_posix() {
     assert_eq!(read_file(&volume, a, b"f"), b"g");
     write_file(&volume, Ino::ROOT, b"h", b"h");
     rename((Ino::ROOT, b"h"), (a, b"f"), RenameMode::Exchange).unwrap();
-    assert_eq!((read_file(&volume, a, b"f"), read_file(&volume, Ino::ROOT, b"h")), (b"h".to_vec(), b"g".to_vec()));
+    assert_eq!(
+        (read_file(&volume, a, b"f"), read_file(&volume, Ino::ROOT, b"h")),
+        (b"h".to_vec(), b"g".to_vec())
+    );
     let f = volume.lookup(a, b"f").unwrap().ino;
     assert_eq!(volume.link(Origin::SOCKET, f, Ino::ROOT, b"f2").unwrap().nlink, 2);
     assert_eq!(volume.link(Origin::SOCKET, a, Ino::ROOT, b"d2").unwrap_err().raw_errno(), errno::EPERM);
@@ -254,7 +256,8 @@ fn put_replaces_atomically_and_makes_links() {
     let d = volume.resolve(&ROOT, b"/d", true).unwrap();
     assert_eq!((d.mode, d.mtime.0), (0o700, d.mtime.0));
     assert_eq!(volume.lookup(d.ino, b"c").unwrap().nlink, 2);
-    let old = volume.open_file(Origin::SOCKET, volume.lookup(d.ino, b"a").unwrap().ino, OpenMode::READ).unwrap();
+    let old =
+        volume.open_file(Origin::SOCKET, volume.lookup(d.ino, b"a").unwrap().ino, OpenMode::READ).unwrap();
     entries.truncate(2);
     let done = volume.put(&ROOT, &entries, b"67890", false, false).unwrap();
     assert_eq!((done.created, done.replaced), (0, 2));

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
-
-sys.path.insert(0, os.path.dirname(__file__))
-
-from fake_destination import FakeDestination  # noqa: E402
+from fake_destination import FakeDestination
 
 
 @pytest.fixture

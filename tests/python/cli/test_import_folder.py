@@ -1,4 +1,4 @@
-"""What an import of a folder promises, against a volume in memory. The same against the engine: test_cli_engine."""
+"""What an import of a folder promises, against a volume in memory; with the engine: test_cli_engine.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fake_destination import FakeDestination
+
 from headrace.control import folder_source
 from headrace.control.folder_source import FolderSource
 from headrace.control.importer import Importer, ImportReport, Refused

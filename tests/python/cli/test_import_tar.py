@@ -1,4 +1,4 @@
-"""What an import of a tar archive promises: agrees with `tarfile`, never silent about damage, never outside."""
+"""Imports of tar archives: agree with `tarfile`, are never silent about damage, never leave the target."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from fake_destination import FakeDestination
+
 from headrace.control.importer import Importer, ImportReport
 from headrace.control.source import STREAMED_BYTES_MIN
 from headrace.control.tar_source import NotATar, TarSource

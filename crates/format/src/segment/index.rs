@@ -21,8 +21,8 @@
 //! ```
 //! Entries are appended when the data they cover is durable. They come in order of chunks; a chunk that has
 //! grown since is written again with more covered, and the last entry for it counts. So only the last chunk
-//! may be covered in part. The closing entry is the last of the file. It names fewer bytes than the entries do
-//! when recovery had to cut damaged chunks off: the index itself is never rewritten.
+//! may be covered in part. The closing entry is the last of the file. It names fewer bytes than the entries
+//! do when recovery had to cut damaged chunks off: the index itself is never rewritten.
 
 use headrace_base::checksum::Crc32c;
 use headrace_base::{Result, SegmentId, crc32c};

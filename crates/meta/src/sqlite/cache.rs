@@ -149,8 +149,11 @@ mod tests {
         }
         let bytes: usize = cache.shards.iter().map(|shard| lock(shard).bytes).sum();
         assert!(bytes <= bytes_max && bytes > bytes_max / 2, "{bytes}");
-        let counted: usize =
-            cache.shards.iter().flat_map(|s| lock(s).slots.iter().flatten().map(Entry::bytes).collect::<Vec<_>>()).sum();
+        let counted: usize = cache
+            .shards
+            .iter()
+            .flat_map(|s| lock(s).slots.iter().flatten().map(Entry::bytes).collect::<Vec<_>>())
+            .sum();
         assert_eq!(bytes, counted);
         cache.put(b"huge", Some(&vec![0; bytes_max]));
         assert_eq!(cache.get(b"huge"), None);

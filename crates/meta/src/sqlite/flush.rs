@@ -12,8 +12,8 @@
 //! generation grows, so that no reader fills in what it read before.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
 use std::sync::MutexGuard;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use headrace_base::error::errno;
@@ -59,9 +59,17 @@ pub struct Writer {
 
 impl Writer {
     /// Enters the session, durably.
-    pub fn register(mut connection: Connection, path: &Path, id: SessionId, record: &Session) -> Result<Writer> {
+    pub fn register(
+        mut connection: Connection,
+        path: &Path,
+        id: SessionId,
+        record: &Session,
+    ) -> Result<Writer> {
         if record.state != SessionState::Alive {
-            return Err(Error::invalid(format!("session {id} is to open the volume but is {:?}", record.state)));
+            return Err(Error::invalid(format!(
+                "session {id} is to open the volume but is {:?}",
+                record.state
+            )));
         }
         let session_key = key::session(id);
         let transaction = begin(&mut connection, path)?;
@@ -123,6 +131,18 @@ impl Writer {
 
     pub fn session_key(&self) -> &Key {
         &self.session_key
+    }
+}
+
+#[cfg(test)]
+impl Writer {
+    pub fn pragma(&self, name: &str, value: i64) {
+        // max_page_count answers with the value, others do not.
+        self.connection.execute_batch(&format!("PRAGMA {name}={value}")).unwrap();
+    }
+
+    pub fn pragma_value(&self, name: &str) -> i64 {
+        self.connection.pragma_query_value(None, name, |row| row.get(0)).unwrap()
     }
 }
 

@@ -56,7 +56,11 @@ impl Reader {
         match rows.next().map_err(|cause| self.explain(cause))? {
             Some(row) => {
                 let stored = row.get_ref(0).map_err(|cause| self.explain(cause))?;
-                verify_row(&self.path, key, stored.as_blob_or_null().map_err(|cause| self.explain(cause.into()))?)
+                verify_row(
+                    &self.path,
+                    key,
+                    stored.as_blob_or_null().map_err(|cause| self.explain(cause.into()))?,
+                )
             }
             None => Ok(None),
         }
@@ -198,8 +202,7 @@ impl Shared {
         let frozen = overlay.frozen(at).is_some();
         let mut missing = Vec::new();
         for (place, key) in keys.iter().enumerate() {
-            let known =
-                if frozen && key::is_versioned(key) { None } else { self.in_memory(overlay, key) };
+            let known = if frozen && key::is_versioned(key) { None } else { self.in_memory(overlay, key) };
             match known {
                 Some(value) => answers[place] = value,
                 None => missing.push(place),
@@ -229,8 +232,7 @@ impl Shared {
         let overlay = read(&self.overlay);
         let frozen = overlay.frozen(at);
         let mut above = overlay.range(start, end, limit, frozen).into_iter().peekable();
-        let rows =
-            statement.query((start, end, bound(frozen))).map_err(|cause| reader.explain(cause))?;
+        let rows = statement.query((start, end, bound(frozen))).map_err(|cause| reader.explain(cause))?;
         let mut below = Stored::first(reader, rows)?;
         drop(overlay);
         let mut next_below = below.next()?;

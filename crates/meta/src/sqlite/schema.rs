@@ -159,7 +159,8 @@ pub fn open(path: &Path) -> Result<(Connection, Version)> {
     })?;
     let connection = connect(path, Role::Writer)?;
     let explain = |cause| explain(path, "open", cause);
-    let pragma = |name| connection.pragma_query_value(None, name, |row| row.get::<_, i32>(0)).map_err(explain);
+    let pragma =
+        |name| connection.pragma_query_value(None, name, |row| row.get::<_, i32>(0)).map_err(explain);
     let application_id = pragma("application_id")?;
     let format = pragma("user_version")?;
     if application_id != APPLICATION_ID {

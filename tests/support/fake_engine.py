@@ -130,7 +130,9 @@ class FakeEngine:
             sock.close()
 
     def kill(self) -> None:
-        """Drops every connection and listens no more."""
+        """Drops every connection and listens no more. May be repeated."""
+        if self.listener.fileno() < 0:
+            return
         self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
         for sock in self.connections:

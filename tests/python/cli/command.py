@@ -1,0 +1,59 @@
+"""Runs `headrace` as a process of its own, the way a person does."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from typing import Any
+
+COMMAND = [sys.executable, "-m", "headrace.cli.main"]
+
+
+def run(*arguments: str | os.PathLike[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    options.setdefault("timeout", 120)
+    return subprocess.run(
+        [*COMMAND, *map(os.fspath, arguments)],
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        stdin=subprocess.DEVNULL,
+        **options,
+    )
+
+
+def run_json(*arguments: str | os.PathLike[str], code: int = 0, **options: Any) -> Any:
+    """The parsed output of a command with --json, which must end with `code`."""
+    done = run(*arguments, "--json", **options)
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    return json.loads(done.stdout)
+
+
+def run_on_terminal(*arguments: str | os.PathLike[str]) -> tuple[int, str]:
+    """Exit code and everything that a terminal was sent."""
+    leader, follower = pty.openpty()
+    child = subprocess.Popen(
+        [*COMMAND, *map(os.fspath, arguments)], stdin=follower, stdout=follower, stderr=follower
+    )
+    os.close(follower)
+    output = b""
+    while True:
+        try:
+            piece = os.read(leader, 65536)
+        except OSError:  # EIO: the last holder of the other end has left
+            break
+        if not piece:
+            break
+        output += piece
+    os.close(leader)
+    return child.wait(timeout=60), output.decode(errors="surrogateescape")
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    """A user's mistake: the code, one line on stderr that starts with "headrace: " and has `words`."""
+    assert done.returncode == code, (done.returncode, done.stderr)
+    assert done.stderr.startswith("headrace: ") and done.stderr.count("\n") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr

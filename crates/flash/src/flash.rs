@@ -23,7 +23,7 @@ use crate::cache::Cache;
 use crate::disk;
 pub use crate::file::FileSegmentWriter;
 use crate::file::{ChunkSums, LiveSums};
-pub use crate::pack::PackWriter;
+pub use crate::pack::{PackSyncer, PackWriter};
 use crate::read::{Source, Sums, read_verified};
 
 /// One record that goes into a pack: whose bytes they are, and the bytes (possibly in several pieces).

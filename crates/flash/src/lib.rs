@@ -22,5 +22,5 @@ mod read;
 mod recover;
 
 pub use flash::{
-    FileSegmentWriter, Flash, PackRecord, PackWriter, Placed, Recovered, SegmentFile, is_missing,
+    FileSegmentWriter, Flash, PackRecord, PackSyncer, PackWriter, Placed, Recovered, SegmentFile, is_missing,
 };

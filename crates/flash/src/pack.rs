@@ -23,7 +23,7 @@ const KEPT_BUFFER_BYTES_MAX: usize = MIB as usize;
 #[derive(Debug)]
 pub struct PackWriter {
     segment: SegmentId,
-    disk: DiskFile,
+    disk: Arc<DiskFile>,
     frames: Vec<FrameSpan>,
     records: u64,
     /// Where the last frame ends.
@@ -36,7 +36,7 @@ pub struct PackWriter {
 
 impl PackWriter {
     pub(crate) fn create(flash: &Arc<Flash>, segment: SegmentId) -> Result<PackWriter> {
-        let disk = DiskFile::create(flash.path(segment, Part::Pack))?;
+        let disk = Arc::new(DiskFile::create(flash.path(segment, Part::Pack))?);
         let header = segment::encode_pack_header(&PackHeader { segment, created: time::wall_now() });
         disk.write(&header, 0)?;
         Ok(PackWriter {
@@ -127,12 +127,30 @@ impl PackWriter {
         self.disk.sync()
     }
 
+    /// For a sync while others append: it covers what was appended before it began.
+    pub fn syncer(&self) -> PackSyncer {
+        PackSyncer { disk: Arc::clone(&self.disk) }
+    }
+
     /// Footer, fdatasync. The segment is immutable from here on. On failure recovery closes it.
     pub fn close(mut self) -> Result<()> {
         if self.torn {
             self.disk.truncate(self.end)?;
         }
         finish(&self.disk, self.segment, &self.frames, self.records, &mut self.staging)
+    }
+}
+
+/// Makes a pack's bytes durable without holding its writer.
+#[derive(Debug)]
+pub struct PackSyncer {
+    disk: Arc<DiskFile>,
+}
+
+impl PackSyncer {
+    /// See `PackWriter::sync`.
+    pub fn sync(&self) -> Result<()> {
+        self.disk.sync()
     }
 }
 

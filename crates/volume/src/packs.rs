@@ -6,7 +6,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use headrace_base::{Error, MIB, Result, SegmentId, SessionId};
-use headrace_flash::{Flash, PackRecord, PackWriter, Placed};
+use headrace_flash::{Flash, PackRecord, PackSyncer, PackWriter, Placed};
 use headrace_format::key;
 use headrace_format::record::{Pending, SegmentKind};
 use headrace_meta::{Commit, CommitError, Durability, MetaStore, Precondition, Write};
@@ -14,34 +14,32 @@ use headrace_meta::{Commit, CommitError, Durability, MetaStore, Precondition, Wr
 /// Large enough that one object per pack is cheap to store and to fetch, small enough to fetch whole.
 pub const PACK_BYTES: u64 = 64 * MIB;
 
-#[derive(Debug)]
-struct Open {
-    writer: PackWriter,
-    /// Bytes that an fdatasync has covered.
-    synced: u64,
-}
-
 /// A pack that may still grow. The last one who holds it closes it.
 #[derive(Debug)]
 pub struct OpenPack {
     pub segment: SegmentId,
-    open: Mutex<Open>,
+    writer: Mutex<PackWriter>,
+    syncer: PackSyncer,
+    /// Bytes that an fdatasync has covered. Whoever syncs holds it: those who wait find the work done.
+    synced: Mutex<u64>,
 }
 
 impl OpenPack {
-    /// Makes everything appended so far durable; callers at the same time share the work.
+    /// Makes everything appended so far durable; callers at the same time share the work, and others may
+    /// append meanwhile.
     pub fn sync(&self) -> Result<()> {
-        let mut open = self.lock();
-        let bytes = open.writer.bytes();
-        if open.synced < bytes {
-            open.writer.sync()?;
-            open.synced = bytes;
+        let wanted = self.lock().bytes();
+        let mut synced = self.synced.lock().unwrap_or_else(PoisonError::into_inner);
+        if *synced < wanted {
+            let covered = self.lock().bytes();
+            self.syncer.sync()?;
+            *synced = covered;
         }
         Ok(())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Open> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, PackWriter> {
+        self.writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -69,15 +67,20 @@ impl Packs {
                 announce(&*self.store, segment, SegmentKind::Pack, self.session)?;
                 headrace_base::crash::point("after-announce");
                 let writer = self.flash.create_pack(segment)?;
-                let pack = Arc::new(OpenPack { segment, open: Mutex::new(Open { writer, synced: 0 }) });
+                let pack = Arc::new(OpenPack {
+                    segment,
+                    syncer: writer.syncer(),
+                    writer: Mutex::new(writer),
+                    synced: Mutex::new(0),
+                });
                 *current = Some(Arc::clone(&pack));
                 pack
             }
         };
-        let mut open = pack.lock();
-        let placed = open.writer.append(records);
-        let full = open.writer.bytes() >= PACK_BYTES;
-        drop(open);
+        let mut writer = pack.lock();
+        let placed = writer.append(records);
+        let full = writer.bytes() >= PACK_BYTES;
+        drop(writer);
         let retired = if full || placed.is_err() { current.take() } else { None };
         drop(current);
         headrace_base::crash::point("after-append");
@@ -97,8 +100,8 @@ impl Packs {
     pub fn release(&self, pack: Arc<OpenPack>) {
         if let Some(pack) = Arc::into_inner(pack) {
             let segment = pack.segment;
-            let open = pack.open.into_inner().unwrap_or_else(PoisonError::into_inner);
-            let closed = open.writer.close().and_then(|()| withdraw(&*self.store, segment));
+            let writer = pack.writer.into_inner().unwrap_or_else(PoisonError::into_inner);
+            let closed = writer.close().and_then(|()| withdraw(&*self.store, segment));
             if let Err(error) = closed {
                 tracing::error!(%segment, %error, "a pack could not be closed; the next start recovers it");
             }

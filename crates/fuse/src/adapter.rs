@@ -20,6 +20,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
 use fuser::{
@@ -30,13 +31,11 @@ use fuser::{
 };
 use headrace_base::error::errno;
 use headrace_base::{Error, Ino, Kind, Result};
-use headrace_volume::{
-    Attr, FileKind, NewInode, OpenDir, OpenFile, OpenMode, Origin, SetAttr, Volume,
-};
+use headrace_volume::{Attr, FileKind, NewInode, OpenDir, OpenFile, OpenMode, Origin, SetAttr, Volume};
 
 use crate::convert::{
-    attributes, errno_of, file_type, ino, kind_of_mode, mode_without_set_id, no_entry, permissions, rename_mode,
-    time_or_now,
+    attributes, errno_of, file_type, ino, kind_of_mode, mode_without_set_id, no_entry, permissions,
+    rename_mode, time_or_now,
 };
 use crate::handles::Handles;
 use crate::notify::Notifying;
@@ -93,6 +92,8 @@ pub struct Adapter {
     pub origin: Origin,
     pub counters: Arc<Counters>,
     pub notifying: Arc<Notifying>,
+    /// Set when the engine stops although the mount is in use: nothing reaches the volume any more.
+    pub refusing: Arc<AtomicBool>,
     files: Handles<OpenFile>,
     directories: Handles<OpenDir>,
 }
@@ -109,6 +110,7 @@ impl Adapter {
             origin,
             counters,
             notifying,
+            refusing: Arc::default(),
             files: Handles::default(),
             directories: Handles::default(),
         }
@@ -123,6 +125,9 @@ impl Adapter {
         body: impl FnOnce() -> Result<T>,
     ) -> std::result::Result<T, Errno> {
         self.counters.count(operation);
+        if self.refusing.load(Ordering::Acquire) {
+            return Err(Errno::ENOTCONN);
+        }
         match catch_unwind(AssertUnwindSafe(body)) {
             Ok(Ok(value)) => Ok(value),
             Ok(Err(error)) => {
@@ -143,7 +148,12 @@ impl Adapter {
                     .map(|said| (*said).to_owned())
                     .or_else(|| panic.downcast_ref::<String>().cloned())
                     .unwrap_or_default();
-                tracing::error!(operation = operation.name(), ino = number.0, panic = said, "a request panicked");
+                tracing::error!(
+                    operation = operation.name(),
+                    ino = number.0,
+                    panic = said,
+                    "a request panicked"
+                );
                 Err(Errno::EIO)
             }
         }
@@ -343,7 +353,8 @@ impl Filesystem for Adapter {
     }
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let outcome = self.run(Operation::Lookup, parent, || self.volume.lookup(ino(parent), name.as_bytes()));
+        let outcome =
+            self.run(Operation::Lookup, parent, || self.volume.lookup(ino(parent), name.as_bytes()));
         match outcome {
             Err(Errno::ENOENT) => reply.entry(&FOREVER, &no_entry(), Generation(0)),
             outcome => answer_entry(reply, outcome),
@@ -436,9 +447,8 @@ impl Filesystem for Adapter {
     }
 
     fn unlink(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let outcome = self.run(Operation::Unlink, parent, || {
-            self.volume.unlink(self.origin, ino(parent), name.as_bytes())
-        });
+        let outcome = self
+            .run(Operation::Unlink, parent, || self.volume.unlink(self.origin, ino(parent), name.as_bytes()));
         answer_empty(reply, outcome);
     }
 
@@ -672,8 +682,7 @@ impl Filesystem for Adapter {
         _flags: OpenFlags,
         reply: ReplyEmpty,
     ) {
-        let outcome =
-            self.run(Operation::Releasedir, number, || self.directories.remove(handle.0).map(drop));
+        let outcome = self.run(Operation::Releasedir, number, || self.directories.remove(handle.0).map(drop));
         answer_empty(reply, outcome);
     }
 

@@ -8,10 +8,12 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use fuser::{Config, MountOption, Session, SessionACL};
+use headrace_base::error::errno;
 use headrace_base::{Error, Kind, Result, thread, time};
 use headrace_volume::Volume;
 
@@ -25,6 +27,8 @@ pub const THREADS_DEFAULT: usize = 4;
 
 /// How long an unmounted session may take to wind up, and the kernel to take a notification.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Between two looks whether a mount is still in use.
+const RETRY: Duration = Duration::from_millis(50);
 
 #[derive(Clone, Debug)]
 pub struct MountOptions {
@@ -46,6 +50,8 @@ pub struct Mount {
     connection: Option<u32>,
     counters: Arc<Counters>,
     notifying: Arc<Notifying>,
+    /// Requests are answered ENOTCONN.
+    refusing: Arc<AtomicBool>,
     life: Arc<Life>,
     /// Unmounting is done by one at a time.
     ending: Mutex<()>,
@@ -109,6 +115,7 @@ pub fn mount(volume: Arc<Volume>, mountpoint: &Path, options: MountOptions) -> R
     // Before the first lookup: what changes from now on must reach this mount.
     let subscription = volume.subscribe(origin);
     let adapter = Adapter::new(volume, origin, Arc::clone(&counters), Arc::clone(&notifying));
+    let refusing = Arc::clone(&adapter.refusing);
     let session = Session::new(adapter, &path, &config(&options)).map_err(|error| refused(&doing, error))?;
     let kernel = session.notifier();
 
@@ -131,6 +138,7 @@ pub fn mount(volume: Arc<Volume>, mountpoint: &Path, options: MountOptions) -> R
         connection: None,
         counters,
         notifying,
+        refusing,
         life,
         ending: Mutex::new(()),
     };
@@ -151,7 +159,8 @@ pub fn mount(volume: Arc<Volume>, mountpoint: &Path, options: MountOptions) -> R
 
 fn config(options: &MountOptions) -> Config {
     // Root mounts by itself and needs no escapes; others go through fusermount3's option line.
-    let name = if place::is_root() { options.fs_name.clone() } else { place::escape_option(&options.fs_name) };
+    let name =
+        if place::is_root() { options.fs_name.clone() } else { place::escape_option(&options.fs_name) };
     let mut config = Config::default();
     config.mount_options = vec![
         MountOption::FSName(name),
@@ -171,7 +180,8 @@ fn refused(doing: &str, error: std::io::Error) -> Error {
     let text = error.to_string();
     let (kind, remedy) = if text.contains("user_allow_other") {
         (Kind::Permission, "add the line `user_allow_other` to /etc/fuse.conf, or mount without allow_other")
-    } else if text.contains("Operation not permitted") || error.kind() == std::io::ErrorKind::PermissionDenied {
+    } else if text.contains("Operation not permitted") || error.kind() == std::io::ErrorKind::PermissionDenied
+    {
         (
             Kind::Permission,
             "mounting needs the right to: as root in a container pass `--cap-add SYS_ADMIN --device /dev/fuse` \
@@ -225,30 +235,56 @@ impl Mount {
         if !self.is_alive() {
             return Ok(());
         }
-        self.take_away(place::unmount)?;
-        self.wind_up()
+        match self.take_away(place::unmount) {
+            Ok(()) => self.wind_up(),
+            Err(error) if error.raw_errno() == errno::EBUSY => {
+                let users = place::users_of(&self.mountpoint);
+                let users = if users.is_empty() { "something".to_owned() } else { users.join(", ") };
+                Err(Error::new(
+                    Kind::Conflict,
+                    format!(
+                        "{} is in use by {users}: close it there, and unmount again",
+                        self.mountpoint.display()
+                    ),
+                )
+                .with_cause(error))
+            }
+            Err(error) => Err(error),
+        }
     }
 
-    /// Ends the mount, whoever uses it: the name goes at once, what is open may be used for `patience` longer,
-    /// then it fails with ENOTCONN. For an engine that stops.
+    /// Ends the mount, whoever uses it: waits up to `patience` for them, then what they have open fails with
+    /// ENOTCONN. For an engine that stops. An error says what could not be ended; no request reaches the volume
+    /// any more all the same.
     pub fn stop(&self, patience: Duration) -> Result<()> {
         let _one = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
-        if !self.is_alive() {
-            return Ok(());
-        }
-        if self.take_away(place::unmount).is_ok() {
-            return self.wind_up();
-        }
-        self.write_mapped_pages();
-        self.take_away(place::detach)?;
-        if self.life.wait(patience) {
-            return Ok(());
+        let deadline = time::monotonic_now() + patience;
+        loop {
+            if !self.is_alive() {
+                return Ok(());
+            }
+            match self.take_away(place::unmount) {
+                Ok(()) => return self.wind_up(),
+                Err(error) if error.kind() == Kind::Conflict && time::monotonic_now() < deadline => {
+                    time::sleep(RETRY);
+                }
+                Err(_) => break,
+            }
         }
         tracing::warn!(
             mountpoint = %self.mountpoint.display(),
-            "the mount is still in use and ends now: what is open in it fails"
+            users = place::users_of(&self.mountpoint).join(", "),
+            "the mount is in use and ends now: what is open in it fails"
         );
-        self.abort()?;
+        self.write_mapped_pages();
+        self.notifying.stop();
+        self.refusing.store(true, Ordering::Release);
+        if place::is_root() {
+            place::force(&self.mountpoint)?;
+        } else {
+            place::detach(&self.mountpoint)?;
+            self.abort()?;
+        }
         self.wind_up()
     }
 
@@ -266,24 +302,12 @@ impl Mount {
             Ok(false) => Ok(()),
             Err(error) => Err(error),
         };
-        outcome.map_err(|error| {
-            self.notifying.go_on();
-            if error.kind() != Kind::Conflict {
-                return error;
-            }
-            let users = place::users_of(&self.mountpoint);
-            let users = if users.is_empty() { "something".to_owned() } else { users.join(", ") };
-            Error::new(
-                Kind::Conflict,
-                format!("{} is in use by {users}: close it there, and unmount again", self.mountpoint.display()),
-            )
-            .with_cause(error)
-        })
+        outcome.inspect_err(|_| self.notifying.go_on())
     }
 
     fn is_there(&self) -> Result<bool> {
         let Some(connection) = self.connection else { return Ok(true) };
-        place::is_mounted(connection, &self.mountpoint)
+        place::holds(&self.mountpoint, connection)
     }
 
     fn wind_up(&self) -> Result<()> {
@@ -320,7 +344,7 @@ impl Mount {
         }
     }
 
-    /// Ends the connection: every request in it and every later one fails.
+    /// Ends the connection: every request in it and every later one fails. The way of users other than root.
     fn abort(&self) -> Result<()> {
         let Some(connection) = self.connection else { return Ok(()) };
         let path = format!("/sys/fs/fuse/connections/{connection}/abort");

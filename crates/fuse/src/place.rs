@@ -32,6 +32,8 @@ pub struct Place {
 /// What is mounted where, as /proc/self/mountinfo says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mounted {
+    /// major:minor
+    pub device: String,
     pub at: PathBuf,
     pub kind: String,
     pub source: OsString,
@@ -47,7 +49,7 @@ pub fn prepare(mountpoint: &Path, allow_other: bool) -> Result<Place> {
     let path = absolute(mountpoint)?;
     let mut notes = Vec::new();
     match mounted_at(&path)? {
-        Some(mounted) if rustix::fs::stat(&path) == Err(rustix::io::Errno::NOTCONN) => {
+        Some(mounted) if is_dead(&path) => {
             let source = mounted.source.display();
             if !mounted.is_ours() {
                 return Err(Error::new(
@@ -78,6 +80,11 @@ pub fn prepare(mountpoint: &Path, allow_other: bool) -> Result<Place> {
         check_user(&path, allow_other)?;
     }
     Ok(Place { path, notes })
+}
+
+/// Asked by statfs, which no cache answers: the attributes of a dead mount may still be remembered.
+fn is_dead(path: &Path) -> bool {
+    rustix::fs::statfs(path).is_err_and(|error| error == rustix::io::Errno::NOTCONN)
 }
 
 fn busy(path: &Path, mounted: &Mounted) -> Error {
@@ -197,9 +204,13 @@ pub fn is_root() -> bool {
 
 fn program() -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let folders = std::env::split_paths(&path).chain(["/bin", "/usr/bin", "/sbin", "/usr/sbin"].map(PathBuf::from));
+    let folders =
+        std::env::split_paths(&path).chain(["/bin", "/usr/bin", "/sbin", "/usr/sbin"].map(PathBuf::from));
     let folders: Vec<_> = folders.collect();
-    PROGRAMS.iter().flat_map(|name| folders.iter().map(move |folder| folder.join(name))).find(|file| file.is_file())
+    PROGRAMS
+        .iter()
+        .flat_map(|name| folders.iter().map(move |folder| folder.join(name)))
+        .find(|file| file.is_file())
 }
 
 /// Takes a mount away. EBUSY while something is in use there.
@@ -212,13 +223,23 @@ pub fn detach(path: &Path) -> Result<()> {
     take_away(path, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW, &["-u", "-z"])
 }
 
+/// Takes the name away and ends the connection: whatever is open there fails with ENOTCONN. Only root may;
+/// others get EPERM.
+pub fn force(path: &Path) -> Result<()> {
+    let flags = UnmountFlags::FORCE | UnmountFlags::DETACH | UnmountFlags::NOFOLLOW;
+    rustix::mount::unmount(path, flags).map_err(|error| {
+        Error::io(format_args!("force the end of the mount at {}", path.display()), error.into())
+    })
+}
+
 fn take_away(path: &Path, flags: UnmountFlags, arguments: &[&str]) -> Result<()> {
     let doing = format!("unmount {}", path.display());
     match rustix::mount::unmount(path, flags) {
         Ok(()) => Ok(()),
         Err(rustix::io::Errno::PERM) if !is_root() => {
-            let program = program()
-                .ok_or_else(|| Error::new(Kind::Unavailable, format!("{doing}: fusermount3 is not installed")))?;
+            let program = program().ok_or_else(|| {
+                Error::new(Kind::Unavailable, format!("{doing}: fusermount3 is not installed"))
+            })?;
             let output = Command::new(program)
                 .args(arguments)
                 .arg("--")
@@ -237,20 +258,37 @@ fn take_away(path: &Path, flags: UnmountFlags, arguments: &[&str]) -> Result<()>
 }
 
 /// The uppermost mount on exactly this folder.
-pub fn mounted_at(path: &Path) -> Result<Option<Mounted>> {
+fn mounted_at(path: &Path) -> Result<Option<Mounted>> {
+    Ok(mounts_at(path)?.pop())
+}
+
+/// Whether the FUSE mount with this connection is (still) at `path`. Conflict if another one covers it.
+pub fn holds(path: &Path, connection: u32) -> Result<bool> {
+    let mounts = mounts_at(path)?;
+    let device = format!("0:{connection}");
+    match mounts.iter().position(|mounted| mounted.device == device) {
+        None => Ok(false),
+        Some(at) if at + 1 == mounts.len() => Ok(true),
+        Some(at) => Err(busy(path, &mounts[at + 1])),
+    }
+}
+
+/// The lowest first.
+fn mounts_at(path: &Path) -> Result<Vec<Mounted>> {
     const TABLE: &str = "/proc/self/mountinfo";
     let table = fs::read(TABLE).map_err(|error| Error::io(format_args!("read {TABLE}"), error))?;
-    Ok(parse_mounts(&table).filter(|mounted| mounted.at == path).last())
+    Ok(parse_mounts(&table).filter(|mounted| mounted.at == path).collect())
 }
 
 /// `36 35 98:0 /root /at options - kind source options`, octal escapes for what would break the line.
 fn parse_mounts(table: &[u8]) -> impl Iterator<Item = Mounted> {
     table.split(|byte| *byte == b'\n').filter_map(|line| {
         let mut words = line.split(|byte| *byte == b' ');
-        let at = PathBuf::from(unescape(words.nth(4)?));
+        let device = String::from_utf8_lossy(words.nth(2)?).into_owned();
+        let at = PathBuf::from(unescape(words.nth(1)?));
         let mut after = words.skip_while(|word| *word != b"-").skip(1);
         let kind = String::from_utf8_lossy(after.next()?).into_owned();
-        Some(Mounted { at, kind, source: unescape(after.next()?) })
+        Some(Mounted { device, at, kind, source: unescape(after.next()?) })
     })
 }
 
@@ -258,7 +296,9 @@ fn unescape(word: &[u8]) -> OsString {
     let mut bytes = Vec::with_capacity(word.len());
     let mut rest = word;
     while let Some((&first, after)) = rest.split_first() {
-        let code = after.get(..3).filter(|code| first == b'\\' && code.iter().all(|byte| (b'0'..b'8').contains(byte)));
+        let code = after
+            .get(..3)
+            .filter(|code| first == b'\\' && code.iter().all(|byte| (b'0'..b'8').contains(byte)));
         match code {
             Some(code) => {
                 let value = code.iter().fold(0_u32, |value, byte| value * 8 + u32::from(byte - b'0'));
@@ -316,6 +356,7 @@ mod tests {
         assert_eq!(mounts.len(), 3);
         assert_eq!(mounts[1].at, Path::new("/mnt/with space"));
         assert_eq!(mounts[1].source, "headrace:/a b");
+        assert_eq!(mounts[1].device, "0:57");
         assert!(mounts[1].is_ours());
         assert_eq!(mounts[2].at, Path::new("/mnt/back\\slash"));
         assert!(!mounts[2].is_ours());
@@ -336,7 +377,10 @@ mod tests {
 
         let not_empty = prepare(folder.path(), false).unwrap_err();
         assert_eq!(not_empty.kind(), Kind::Conflict);
-        assert!(not_empty.message().contains("not empty") && not_empty.message().contains("file"), "{not_empty}");
+        assert!(
+            not_empty.message().contains("not empty") && not_empty.message().contains("file"),
+            "{not_empty}"
+        );
 
         let busy = prepare(Path::new("/proc"), false).unwrap_err();
         assert_eq!(busy.kind(), Kind::Conflict);

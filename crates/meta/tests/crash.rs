@@ -3,19 +3,20 @@
 //! A child process (this test program, `child`) commits one numbered commit after the other and prints the
 //! number of each that was acknowledged as durable. It is killed, and the files it leaves are looked at.
 
-mod suite;
+#[path = "suite/given.rs"]
+mod given;
 
-use std::io::{BufRead, BufReader, Write as _};
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use given::{delete, put};
 use headrace_base::ids::VolumeId;
 use headrace_base::{random, time};
 use headrace_format::key;
 use headrace_format::record::VolumeRecord;
 use headrace_meta::{At, Commit, Durability, MetaStore, Precondition, SqliteStore};
-use suite::{delete, put};
 
 const DATABASE: &str = "HEADRACE_TEST_DATABASE";
 const COUNT: &[u8] = b"Ycount";
@@ -33,7 +34,7 @@ fn count(store: &dyn MetaStore) -> u64 {
 }
 
 fn open(path: &Path) -> SqliteStore {
-    let (id, record) = suite::session();
+    let (id, record) = given::session();
     SqliteStore::open(path, id, record).unwrap()
 }
 
@@ -43,6 +44,10 @@ fn child() {
     let store = open(&PathBuf::from(std::env::var_os(DATABASE).unwrap()));
     let mut done = count(&store);
     loop {
+        if done % SEAL_EVERY == 0 && store.version().0 - 1 < done / SEAL_EVERY {
+            store.seal(Commit::default()).unwrap();
+            println!("durable {done}");
+        }
         let number = done + 1;
         let before = match done {
             0 => Precondition::Absent(COUNT.to_vec()),
@@ -58,12 +63,8 @@ fn child() {
         let durability = if durable { Durability::Durable } else { Durability::Relaxed };
         store.commit(Commit { preconditions: vec![before], writes }, durability).unwrap();
         done = number;
-        if done % SEAL_EVERY == 0 {
-            store.seal(Commit::default()).unwrap();
-        }
-        if durable || done % SEAL_EVERY == 0 {
+        if durable {
             println!("durable {done}");
-            std::io::stdout().flush().unwrap();
         }
     }
 }

@@ -1,15 +1,16 @@
 //! Files that are not as they should be: a clear error that names the file, and nothing changed.
 
-mod suite;
+#[path = "suite/given.rs"]
+mod given;
 
 use std::path::{Path, PathBuf};
 
+use given::put;
 use headrace_base::ids::VolumeId;
 use headrace_base::{Error, Kind, time};
 use headrace_format::key;
 use headrace_format::record::{SessionState, VolumeRecord};
 use headrace_meta::{At, Commit, Durability, MetaStore, SqliteStore};
-use suite::put;
 
 fn volume() -> VolumeRecord {
     VolumeRecord { volume: VolumeId::generate(), format: 1, created: time::wall_now() }
@@ -22,7 +23,7 @@ fn created(folder: &Path) -> PathBuf {
 }
 
 fn open(path: &Path) -> Result<SqliteStore, Error> {
-    let (id, record) = suite::session();
+    let (id, record) = given::session();
     SqliteStore::open(path, id, record)
 }
 
@@ -109,10 +110,10 @@ fn a_truncated_or_overwritten_file_is_corrupt() {
     headless[..100].fill(0);
     std::fs::write(&path, headless).unwrap();
     refused(&path, Kind::Corrupt, &["backup"]);
-    // Pages in the middle: found when they are read, not at start.
+    // A page of rows: found when it is read, not at start.
     let mut holed = whole.clone();
-    let middle = whole.len() / 2;
-    holed[middle..middle + 40_960].fill(0);
+    let page = whole.len() * 3 / 4 / 4_096 * 4_096;
+    holed[page..page + 4_096].fill(0);
     std::fs::write(&path, holed).unwrap();
     let store = open(&path).unwrap();
     let error = store.scan(b"i", b"j", usize::MAX, At::Latest).unwrap_err();
@@ -154,14 +155,14 @@ fn a_flipped_byte_is_never_returned() {
 fn a_session_opens_once_and_alive() {
     let folder = tempfile::tempdir().unwrap();
     let path = created(folder.path());
-    let (id, mut record) = suite::session();
+    let (id, mut record) = given::session();
     let store = SqliteStore::open(&path, id, record.clone()).unwrap();
     assert_eq!(store.session(), id);
     drop(store);
     let error = SqliteStore::open(&path, id, record.clone()).unwrap_err();
     assert_eq!(error.kind(), Kind::Conflict, "{error:?}");
     record.state = SessionState::Dead;
-    let error = SqliteStore::open(&path, suite::session().0, record).unwrap_err();
+    let error = SqliteStore::open(&path, given::session().0, record).unwrap_err();
     assert_eq!(error.kind(), Kind::Invalid, "{error:?}");
     // The first session's row was written before any commit of it.
     assert!(open(&path).unwrap().get(&key::session(id), At::Latest).unwrap().is_some());

@@ -1,17 +1,18 @@
 //! Measurements, not promises: `cargo test --release -p headrace-meta --test speed -- --ignored --nocapture`.
 //! The database lies in TMPDIR: point that at the disk to be measured.
 
-mod suite;
+#[path = "suite/given.rs"]
+mod given;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use given::put;
 use headrace_base::ids::VolumeId;
 use headrace_base::{Ino, time};
 use headrace_format::key;
 use headrace_format::record::{Dentry, FileKind, VolumeRecord};
 use headrace_meta::{At, Commit, Durability, MetaStore, Precondition, SqliteStore};
-use suite::put;
 
 const DIRECTORY: Ino = Ino(1);
 
@@ -51,7 +52,7 @@ fn report(what: &str, count: u64, since: std::time::Instant) {
 }
 
 fn open(path: &std::path::Path) -> SqliteStore {
-    let (id, record) = suite::session();
+    let (id, record) = given::session();
     SqliteStore::open(path, id, record).unwrap()
 }
 
@@ -63,7 +64,7 @@ fn speed() {
     let volume = VolumeRecord { volume: VolumeId::generate(), format: 1, created: time::wall_now() };
     SqliteStore::create(&path, volume).unwrap();
     let store = open(&path);
-    suite::write(&store, vec![put(&key::alive(DIRECTORY), b"")]);
+    given::write(&store, vec![put(&key::alive(DIRECTORY), b"")]);
     let files = 300_000;
 
     let start = time::monotonic_now();

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use headrace_base::{Error, Result, time};
 use headrace_format::message::BatchLayout;
 use headrace_volume::{Identity, SealedView};
+use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::slots::SlotMemory;
 use crate::wake::Wake;
@@ -147,6 +148,15 @@ impl Gather {
     /// Whether every sample has been claimed by some thread.
     pub fn is_claimed(&self) -> bool {
         self.claimed.load(Ordering::Relaxed) >= self.plan.items.len()
+    }
+
+    /// Blocks until it is done.
+    pub fn wait(&self) {
+        while !self.is_done() {
+            let mut fds = [PollFd::new(&*self.done, PollFlags::IN)];
+            // Whatever ends the wait, the condition is looked at again.
+            let _ = poll(&mut fds, None);
+        }
     }
 
     /// Once it is done: its layout, or the first error.

@@ -13,12 +13,10 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use headrace_base::{Error, Result};
-use headrace_format::message::{HELLO, Header, HEADER, WIRE, decode_header, encode_header};
+use headrace_format::message::{HEADER, HELLO, Header, WIRE, decode_header, encode_header};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{
-    RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv, sendmsg,
-};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv, sendmsg};
 
 const BUFFER_BYTES: usize = 64 << 10;
 
@@ -155,7 +153,9 @@ impl Channel {
                 let header = decode_header(header).map_err(Broken::Protocol)?;
                 let meta_bytes = header.meta_bytes as usize;
                 if header.fds > 0 || header.payload_bytes > 0 || meta_bytes > BUFFER_BYTES - HEADER {
-                    return Err(Broken::Protocol(Error::invalid("a command on a stream is a few bytes long")));
+                    return Err(Broken::Protocol(Error::invalid(
+                        "a command on a stream is a few bytes long",
+                    )));
                 }
                 if self.end - self.begin >= HEADER + meta_bytes {
                     let start = self.begin + HEADER;
@@ -237,8 +237,13 @@ impl Channel {
     }
 
     /// Waits until a message may have come, `bell` rings, or `patience` is over (None: no limit).
-    pub fn wait_with(&self, bell: BorrowedFd<'_>, patience: Option<std::time::Duration>) -> Result<(), Broken> {
-        let mut fds = vec![PollFd::new(&*self.socket, PollFlags::IN), PollFd::from_borrowed_fd(bell, PollFlags::IN)];
+    pub fn wait_with(
+        &self,
+        bell: BorrowedFd<'_>,
+        patience: Option<std::time::Duration>,
+    ) -> Result<(), Broken> {
+        let mut fds =
+            vec![PollFd::new(&*self.socket, PollFlags::IN), PollFd::from_borrowed_fd(bell, PollFlags::IN)];
         if let Some(process) = &self.process {
             fds.push(PollFd::new(process, PollFlags::IN));
         }
@@ -330,7 +335,8 @@ mod tests {
             let mut control = rustix::net::RecvAncillaryBuffer::new(&mut space);
             let mut first = [0; 10];
             let mut parts = [std::io::IoSliceMut::new(&mut first)];
-            let got = rustix::net::recvmsg(&theirs, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
+            let got =
+                rustix::net::recvmsg(&theirs, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
             let mut fds = Vec::new();
             for message in control.drain() {
                 if let rustix::net::RecvAncillaryMessage::ScmRights(rights) = message {

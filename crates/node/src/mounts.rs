@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use headrace_base::error::errno;
 use headrace_base::{Error, Result};
@@ -15,8 +16,8 @@ use headrace_fuse::{Mount, MountOptions, mount};
 use headrace_volume::Volume;
 use serde_bytes::ByteBuf;
 
-/// Threads that answer one mount's requests.
-const THREADS: usize = 4;
+/// What programs that use a mount get at the engine's end before it is taken from them.
+const BUSY_PATIENCE: Duration = Duration::from_secs(3);
 
 #[derive(Debug, Default)]
 pub struct Mounts {
@@ -34,10 +35,7 @@ impl Mounts {
     ) -> Result<message::Mounted> {
         let given = Path::new(std::ffi::OsStr::from_bytes(mountpoint));
         if !given.is_absolute() || mountpoint.contains(&0) {
-            return Err(Error::invalid(format!(
-                "mountpoint {} is not an absolute path",
-                given.display()
-            )));
+            return Err(Error::invalid(format!("mountpoint {} is not an absolute path", given.display())));
         }
         // As /proc/self/mounts will show it. It also keeps one folder from being mounted under two names.
         let path = given
@@ -61,17 +59,15 @@ impl Mounts {
             read_only,
             allow_other,
             fs_name: format!("headrace:{}", volume.folder().display()),
-            threads: THREADS,
+            // The mount's own default.
+            threads: 0,
         };
         // Not under the lock: making a mount waits for the kernel, and `status` must not.
         let made = mount(Arc::clone(volume), &path, options);
         let mut table = self.live();
         match made {
             Ok(mount) => {
-                let mut notes = Vec::new();
-                if read_only {
-                    notes.push("mounted read-only".to_owned());
-                }
+                let notes = mount.notes().to_vec();
                 tracing::info!(mountpoint = %path.display(), read_only, allow_other, "mounted");
                 table.insert(path.clone(), Some(mount));
                 Ok(message::Mounted { mountpoint: bytes(path), notes })
@@ -92,7 +88,10 @@ impl Mounts {
             let mut table = self.live();
             match table.get_mut(&path).map(Option::take) {
                 None => {
-                    return Err(Error::not_found(format!("{} is not a mount of this volume", path.display())));
+                    return Err(Error::not_found(format!(
+                        "{} is not a mount of this volume",
+                        path.display()
+                    )));
                 }
                 Some(None) => {
                     return Err(Error::errno(
@@ -138,7 +137,7 @@ impl Mounts {
         let table = std::mem::take(&mut *self.lock());
         for (path, mount) in table {
             let Some(mount) = mount else { continue };
-            match mount.unmount() {
+            match mount.stop(BUSY_PATIENCE) {
                 Ok(()) => tracing::info!(mountpoint = %path.display(), "unmounted"),
                 Err(error) => tracing::warn!(mountpoint = %path.display(), %error, "not unmounted cleanly"),
             }

@@ -15,7 +15,9 @@ use std::sync::Arc;
 
 use headrace_base::{Budget, Error, Reservation, Result};
 use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
+};
 
 const PAGE: u64 = 4096;
 
@@ -33,7 +35,10 @@ impl SlotMemory {
         let bytes = reservation.bytes();
         let doing = |step: &'static str| {
             move |cause: rustix::io::Errno| {
-                Error::io(format_args!("make shared memory of {bytes} bytes for a batch ({step})"), cause.into())
+                Error::io(
+                    format_args!("make shared memory of {bytes} bytes for a batch ({step})"),
+                    cause.into(),
+                )
             }
         };
         let fd = memfd_create("headrace-batch", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
@@ -41,13 +46,13 @@ impl SlotMemory {
         ftruncate(&fd, bytes).map_err(doing("ftruncate"))?;
         fallocate(&fd, FallocateFlags::empty(), 0, bytes).map_err(doing("fallocate"))?;
         let file = File::from(fd);
-        let length = usize::try_from(bytes).map_err(|_| Error::invalid("a batch beyond the address space"))?;
-        let map = MmapOptions::new()
-            .len(length)
-            .populate()
-            .map_raw(&file)
-            .map_err(|cause| Error::io(format_args!("map {bytes} bytes of shared memory for a batch"), cause))?;
-        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(doing("seal"))?;
+        let length =
+            usize::try_from(bytes).map_err(|_| Error::invalid("a batch beyond the address space"))?;
+        let map = MmapOptions::new().len(length).populate().map_raw(&file).map_err(|cause| {
+            Error::io(format_args!("map {bytes} bytes of shared memory for a batch"), cause)
+        })?;
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+            .map_err(doing("seal"))?;
         Ok(SlotMemory { map, file, bytes, _reservation: reservation })
     }
 

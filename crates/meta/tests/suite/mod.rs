@@ -2,6 +2,7 @@
 //! kind; `rules` are the promises one by one, `races` all interleavings of file-system steps, `model` random
 //! operations beside a map.
 
+mod given;
 pub mod model;
 pub mod races;
 pub mod rules;
@@ -9,10 +10,9 @@ pub mod rules;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use headrace_base::time::wall_now;
-use headrace_base::{OpId, SessionId};
-use headrace_format::record::{Session, SessionState};
-use headrace_meta::{Commit, CommitError, Durability, MetaStore, Precondition, Sequence, Write};
+use headrace_meta::{Commit, CommitError, MetaStore, Precondition};
+
+pub use given::{delete, put, session, write};
 
 /// One volume's metadata.
 pub trait World: Debug {
@@ -31,30 +31,6 @@ pub trait World: Debug {
     }
 
     fn mend_disk(&mut self) {}
-}
-
-pub fn session() -> (SessionId, Session) {
-    let record = Session {
-        state: SessionState::Alive,
-        node: 1,
-        pid: std::process::id(),
-        host: "test".to_owned(),
-        started: wall_now(),
-        last_op: OpId(0),
-    };
-    (SessionId::generate(), record)
-}
-
-pub fn put(key: &[u8], value: &[u8]) -> Write {
-    Write::Put(key.to_vec(), value.to_vec())
-}
-
-pub fn delete(key: &[u8]) -> Write {
-    Write::Delete(key.to_vec())
-}
-
-pub fn write(store: &dyn MetaStore, writes: Vec<Write>) -> Sequence {
-    store.commit(Commit { preconditions: Vec::new(), writes }, Durability::Relaxed).unwrap()
 }
 
 pub fn conflict_of<T: Debug>(

@@ -1,0 +1,192 @@
+//! The command line, read whole before anything is done.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use headrace_node::MEMORY_BYTES_DEFAULT;
+use lexopt::Arg::{Long, Short, Value};
+use lexopt::{Error, Parser, ValueExt};
+
+pub const USAGE: &str = "\
+usage: headraced create --volume DIR
+       headraced serve --volume DIR [--system] [--memory-bytes N] [--idle-exit-seconds N] [--ready-fd N]
+       headraced workload NAME --json-options JSON
+       headraced version
+
+create    makes a new volume in a new or empty folder
+serve     serves a volume until SIGTERM
+            --system               to all users (as root); default: to the own user
+            --memory-bytes N       for all buffers together; default 268435456
+            --idle-exit-seconds N  leaves when unused for so long; default 0: never
+            --ready-fd N           where one line of JSON says that it serves; default: standard output
+workload  runs a workload of `headrace bench`";
+
+#[derive(Debug, PartialEq)]
+pub enum Command {
+    Help,
+    Version,
+    Create { volume: PathBuf },
+    Serve(Serve),
+    Workload { name: String, options: String },
+}
+
+#[derive(Debug, PartialEq)]
+pub struct Serve {
+    pub volume: PathBuf,
+    pub system: bool,
+    pub memory_bytes: u64,
+    pub idle_exit: Option<Duration>,
+    pub ready_fd: Option<i32>,
+}
+
+pub fn parse(mut parser: Parser) -> Result<Command, Error> {
+    let command = match parser.next()? {
+        Some(Value(command)) => command.string()?,
+        Some(Short('h') | Long("help")) => return Ok(Command::Help),
+        Some(Short('V') | Long("version")) => return Ok(Command::Version),
+        Some(other) => return Err(other.unexpected()),
+        None => return Err("say what to do".into()),
+    };
+    match command.as_str() {
+        "create" => create(parser),
+        "serve" => serve(parser).map(Command::Serve),
+        "workload" => workload(parser),
+        "version" => end(parser).map(|()| Command::Version),
+        "help" => Ok(Command::Help),
+        other => Err(format!("there is no command {other:?}").into()),
+    }
+}
+
+fn end(mut parser: Parser) -> Result<(), Error> {
+    match parser.next()? {
+        None => Ok(()),
+        Some(other) => Err(other.unexpected()),
+    }
+}
+
+fn create(mut parser: Parser) -> Result<Command, Error> {
+    let mut volume = None;
+    while let Some(argument) = parser.next()? {
+        match argument {
+            Long("volume") => volume = Some(PathBuf::from(parser.value()?)),
+            other => return Err(other.unexpected()),
+        }
+    }
+    Ok(Command::Create { volume: required(volume, "--volume DIR")? })
+}
+
+fn serve(mut parser: Parser) -> Result<Serve, Error> {
+    let mut volume = None;
+    let mut serve = Serve {
+        volume: PathBuf::new(),
+        system: false,
+        memory_bytes: MEMORY_BYTES_DEFAULT,
+        idle_exit: None,
+        ready_fd: None,
+    };
+    while let Some(argument) = parser.next()? {
+        match argument {
+            Long("volume") => volume = Some(PathBuf::from(parser.value()?)),
+            Long("system") => serve.system = true,
+            Long("memory-bytes") => serve.memory_bytes = parser.value()?.parse()?,
+            Long("idle-exit-seconds") => {
+                let seconds: u64 = parser.value()?.parse()?;
+                serve.idle_exit = (seconds > 0).then(|| Duration::from_secs(seconds));
+            }
+            Long("ready-fd") => {
+                let number: i32 = parser.value()?.parse()?;
+                if number < 3 {
+                    return Err("--ready-fd is the number of a descriptor above the standard streams".into());
+                }
+                serve.ready_fd = Some(number);
+            }
+            other => return Err(other.unexpected()),
+        }
+    }
+    serve.volume = required(volume, "--volume DIR")?;
+    Ok(serve)
+}
+
+fn workload(mut parser: Parser) -> Result<Command, Error> {
+    let (mut name, mut options) = (None, None);
+    while let Some(argument) = parser.next()? {
+        match argument {
+            Value(value) if name.is_none() => name = Some(value.string()?),
+            Long("json-options") => options = Some(parser.value()?.string()?),
+            other => return Err(other.unexpected()),
+        }
+    }
+    Ok(Command::Workload {
+        name: required(name, "NAME")?,
+        options: required(options, "--json-options JSON")?,
+    })
+}
+
+fn required<T>(value: Option<T>, what: &str) -> Result<T, Error> {
+    value.ok_or_else(|| format!("{what} is missing").into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(arguments: &[&str]) -> Result<Command, String> {
+        parse(Parser::from_args(arguments)).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn commands_are_understood() {
+        assert_eq!(parsed(&["version"]), Ok(Command::Version));
+        assert_eq!(parsed(&["create", "--volume", "/v"]), Ok(Command::Create { volume: "/v".into() }));
+        let Ok(Command::Serve(serve)) = parsed(&[
+            "serve",
+            "--volume=/v",
+            "--system",
+            "--memory-bytes",
+            "1000",
+            "--idle-exit-seconds",
+            "900",
+            "--ready-fd",
+            "5",
+        ]) else {
+            panic!("not understood")
+        };
+        assert_eq!(
+            serve,
+            Serve {
+                volume: "/v".into(),
+                system: true,
+                memory_bytes: 1000,
+                idle_exit: Some(Duration::from_secs(900)),
+                ready_fd: Some(5)
+            }
+        );
+        let Ok(Command::Serve(serve)) = parsed(&["serve", "--volume", "/v", "--idle-exit-seconds", "0"])
+        else {
+            panic!("not understood")
+        };
+        assert_eq!((serve.idle_exit, serve.memory_bytes), (None, MEMORY_BYTES_DEFAULT));
+        assert!(USAGE.contains(&MEMORY_BYTES_DEFAULT.to_string()));
+        assert_eq!(
+            parsed(&["workload", "small-files", "--json-options", "{}"]),
+            Ok(Command::Workload { name: "small-files".into(), options: "{}".into() })
+        );
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (arguments, why) in [
+            (&[][..], "say what to do"),
+            (&["melt"], "melt"),
+            (&["serve"], "--volume DIR is missing"),
+            (&["serve", "--volume", "/v", "--colour"], "--colour"),
+            (&["serve", "--volume", "/v", "--memory-bytes", "much"], "much"),
+            (&["serve", "--volume", "/v", "--ready-fd", "1"], "standard streams"),
+            (&["create", "--volume", "/v", "extra"], "extra"),
+            (&["workload", "--json-options", "{}"], "NAME is missing"),
+        ] {
+            let error = parsed(arguments).unwrap_err();
+            assert!(error.contains(why), "{error}");
+        }
+    }
+}

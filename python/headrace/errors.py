@@ -23,7 +23,7 @@ guards it here too. Where a builtin says the same, the class is also that:
 from __future__ import annotations
 
 import errno as numbers
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 
 class HeadraceError(OSError):
@@ -58,12 +58,6 @@ class HeadraceError(OSError):
         """The error that an engine named. An unknown kind (of a newer engine) becomes `Internal`."""
         by_number = _BY_KIND_AND_ERRNO.get((kind, errno))
         return (by_number or _BY_KIND.get(kind, Internal))(message, errno or None)
-
-    def within(self, doing: str) -> Self:
-        """The same error, told from further up: "import /a/b: " + what it said."""
-        told = type(self)(f"{doing}: {self.message}", self.errno)
-        told.__cause__ = self
-        return told
 
 
 class Invalid(HeadraceError, ValueError):

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.fake_engine import FakeEngine
 
 import headrace
 from headrace.client import engine as engine_process
 from headrace.errors import HeadraceError, NotFound
+from support.fake_engine import FakeEngine
+from support.system import need
 
 
 @pytest.fixture
@@ -25,13 +26,12 @@ def fake_engine(tmp_path: Path) -> Iterator[FakeEngine]:
 
 @pytest.fixture(scope="session")
 def engine_binary() -> str:
-    """Path of the headraced to test with: $HEADRACE_ENGINE or an installed one. Under CI=true it must exist."""
+    """Path of the headraced to test with: $HEADRACE_ENGINE or an installed one; CI=true demands it."""
     try:
         return engine_process.find_engine()
     except NotFound as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(f"no engine: {error}")
+        need(False, f"no engine: {error}")
+        raise
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def folder(engine_binary: str, tmp_path: Path) -> Iterator[str]:
     """A path for a volume; whatever engine serves it at the end is stopped, or killed if it does not stop."""
     path = str(tmp_path / "vol")
     yield path
-    if os.path.isdir(path):
+    if os.path.exists(os.path.join(path, "HEADRACE")):
         _stop(path)
     shutil.rmtree(path, ignore_errors=True)
 
@@ -59,4 +59,3 @@ def volume(folder: str) -> Iterator[headrace.Volume]:
     """A new volume, served by the real engine."""
     with headrace.connect(folder, create=True) as connected:
         yield connected
-

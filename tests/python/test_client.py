@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -15,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_engine import Canned, FakeEngine, lay_out, memfd_of
-from support.manifest_builder import SEAL_TEXT, build
 
 import headrace
 from headrace.client import engine as engine_process
@@ -31,7 +30,10 @@ from headrace.errors import (
     Permission,
     Unavailable,
 )
-from headrace.model.message import PAYLOAD_BYTES_MAX, PutEntry
+from headrace.model.message import PutEntry
+from support.fake_engine import Canned, FakeEngine, lay_out, memfd_of
+from support.manifest_builder import SEAL_TEXT, build
+from support.system import need_root
 
 
 def open_fds() -> int:
@@ -53,7 +55,19 @@ class Files:
         self.inodes: dict[bytes, int] = {}
         self.handles: dict[int, bytes] = {}
         self.closed: list[int] = []
-        for op in ("open", "pread", "pwrite", "fstat", "ftruncate", "fsync", "close", "put", "rename", "unlink", "stat"):
+        for op in (
+            "open",
+            "pread",
+            "pwrite",
+            "fstat",
+            "ftruncate",
+            "fsync",
+            "close",
+            "put",
+            "rename",
+            "unlink",
+            "stat",
+        ):
             engine.answers[op] = getattr(self, op)
 
     def open(self, fields: dict[str, Any], payload: bytes) -> Canned:
@@ -271,7 +285,9 @@ except KeyboardInterrupt:
         return Canned(None, fields["path"])
 
     fake_engine.answers["read_file"] = answer
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False
+    )
     gate.set()
     assert ran.stdout == "interrupted\n", ran.stderr
 
@@ -310,12 +326,19 @@ def test_listings_go_on_after_a_full_page(fake_engine: FakeEngine, fake: Volume)
     def answer(fields: dict[str, Any], payload: bytes) -> Canned:
         names, after = pages[fields["after"]]
         return Canned(
-            {"entries": [{"name": n, "ino": 1, "kind": "file", "attr": attr(3)} for n in names], "next": after}
+            {
+                "entries": [{"name": n, "ino": 1, "kind": "file", "attr": attr(3)} for n in names],
+                "next": after,
+            }
         )
 
     fake_engine.answers["list"] = answer
     assert fake.listdir() == ["a", "b", "c"]
-    assert [(entry.path, entry.stat().size) for entry in fake.scandir("d")] == [("d/a", 3), ("d/b", 3), ("d/c", 3)]
+    assert [(entry.path, entry.stat().size) for entry in fake.scandir("d")] == [
+        ("d/a", 3),
+        ("d/b", 3),
+        ("d/c", 3),
+    ]
 
 
 def test_large_reads_are_whole(fake_engine: FakeEngine, fake: Volume) -> None:
@@ -345,7 +368,7 @@ def test_a_failed_large_write_leaves_no_partial_file(fake_engine: FakeEngine, fa
         error={"kind": "full", "errno": 28, "message": "disk full"}
     )
     with pytest.raises(headrace.Full):
-        fake.write_bytes("/big", bytes(PAYLOAD_BYTES_MAX + 1))
+        fake.write_bytes("/big", bytes(9 << 20))
     assert files.files == {}
 
 
@@ -439,7 +462,9 @@ def test_a_file_open_for_reading_survives_an_engine_restart(fake_engine: FakeEng
             file.read(3)
 
 
-def test_a_file_open_for_writing_does_not_hide_an_engine_restart(fake_engine: FakeEngine, fake: Volume) -> None:
+def test_a_file_open_for_writing_does_not_hide_an_engine_restart(
+    fake_engine: FakeEngine, fake: Volume
+) -> None:
     Files(fake_engine)
     file = fake.open("/x", "wb", buffering=0)
     file.write(b"abc")
@@ -510,6 +535,7 @@ def test_samples_by_number_slice_and_list(fake_dataset: headrace.Dataset) -> Non
     assert fake_dataset.__getitems__([1, 2]) == contents[1:3]
     assert fake_dataset[[]] == fake_dataset[5:5] == []
     assert list(fake_dataset) == contents
+    wrong: Any
     for wrong in (n, -n - 1, [n], [-n - 1]):
         with pytest.raises(IndexError):
             fake_dataset[wrong]
@@ -517,7 +543,7 @@ def test_samples_by_number_slice_and_list(fake_dataset: headrace.Dataset) -> Non
         with pytest.raises(Invalid):
             fake_dataset[wrong]
     with pytest.raises(TypeError):
-        fake_dataset["x"]
+        fake_dataset["x"]  # type: ignore[index]  # on purpose
 
 
 def test_read_batch_gives_samples_in_the_order_asked(fake_dataset: headrace.Dataset) -> None:
@@ -555,16 +581,17 @@ def test_dataset_pickles_to_two_names_and_is_rebuilt_on_use(
     assert copy.seal == fake_dataset.seal == SEAL_TEXT
 
 
-def test_layouts_that_do_not_fit_are_internal(fake_engine: FakeEngine, fake_dataset: headrace.Dataset) -> None:
+def test_layouts_that_do_not_fit_are_internal(
+    fake_engine: FakeEngine, fake_dataset: headrace.Dataset
+) -> None:
     good = {"count": 1, "offsets_at": 8, "data_at": 64, "data_bytes": 10, "slot_bytes": 4096, "gather_ns": 0}
     for change in (
         {"count": 1 << 60}, {"offsets_at": 4}, {"offsets_at": 60}, {"data_at": 1 << 40}, {"data_bytes": 5000},
         {"slot_bytes": 1 << 30},
     ):  # fmt: skip
         layout = good | change
-        fake_engine.answers["read_batch"] = lambda fields, payload, layout=layout: Canned(
-            layout, fds=[memfd_of(bytes(4096))]
-        )
+        canned = [Canned(layout, fds=[memfd_of(bytes(4096))])]
+        fake_engine.answers["read_batch"] = functools.partial(lambda canned, *_: canned.pop(), canned)
         with pytest.raises(Internal):
             fake_dataset.read_batch([0])
 
@@ -652,7 +679,7 @@ def test_an_engine_that_refuses_is_heard(
 
 
 def connect_as_nobody(folder: Path) -> str:
-    """What `connect` says to a user without rights. Imports come first: Python itself may lie out of reach."""
+    """What `connect` says to a user without rights. Imports come first: Python may lie out of reach."""
     script = f"""
 import os, pwd, sys
 import headrace
@@ -669,22 +696,29 @@ except headrace.Permission as error:
     return ran.stdout
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_another_users_volume_says_whose_it_is() -> None:
+    need_root()
     with tempfile.TemporaryDirectory() as parent:  # pytest's own folders are closed to others
         os.chmod(parent, 0o755)
         engine = FakeEngine(Path(parent, "volume"))
         (engine.folder / "engine.sock").chmod(0o600)
-        assert "does not serve this user (uid 65534): work as user root (uid 0)" in connect_as_nobody(engine.folder)
+        assert "does not serve this user (uid 65534): work as user root (uid 0)" in connect_as_nobody(
+            engine.folder
+        )
         engine.kill()
+        (engine.folder / "engine.sock").unlink()
         assert "may not be written by uid 65534: work as its owner" in connect_as_nobody(engine.folder)
         engine.folder.chmod(0o700)
-        assert "belongs to user root (uid 0) and may not be read by uid 65534" in connect_as_nobody(engine.folder)
+        assert "belongs to user root (uid 0) and may not be read by uid 65534" in connect_as_nobody(
+            engine.folder
+        )
         os.chmod(parent, 0o700)
         assert "may not be entered by uid 65534" in connect_as_nobody(engine.folder)
 
 
-def test_an_odd_system_error_names_what_was_done(fake_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_odd_system_error_names_what_was_done(
+    fake_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_engine.kill()
     monkeypatch.setenv("HEADRACE_ENGINE", "/bin/true")
     (fake_engine.folder / "engine.log").mkdir()

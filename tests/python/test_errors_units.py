@@ -71,13 +71,6 @@ def test_errors_can_be_rebuilt_from_text_alone() -> None:
     assert (str(error), error.errno) == ("Caught Corrupt in worker 0", errno.EIO)
 
 
-def test_within_keeps_kind_number_and_cause() -> None:
-    inner = HeadraceError.of("full", errno.EDQUOT, "quota used up")
-    outer = inner.within("import /a")
-    assert type(outer) is errors.Full
-    assert (str(outer), outer.errno, outer.__cause__) == ("import /a: quota used up", errno.EDQUOT, inner)
-
-
 @pytest.mark.parametrize("text", ["", "ten", "-1", "1.2.3", "5 miles", "1e3", "KiB"])
 def test_what_is_no_size_is_invalid(text: str) -> None:
     with pytest.raises(errors.Invalid, match="is not a size"):
@@ -95,4 +88,10 @@ def test_shown_sizes_are_near_the_truth(count: int) -> None:
 
 
 def test_durations_at_the_edges() -> None:
-    assert [format_seconds(s) for s in (0, 0.001, 1, 60, 3600)] == ["0.0 us", "1 ms", "1.0 s", "1:00", "1:00:00"]
+    assert [format_seconds(s) for s in (0, 0.001, 1, 60, 3600)] == [
+        "0.0 us",
+        "1 ms",
+        "1.0 s",
+        "1:00",
+        "1:00:00",
+    ]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.manifest_builder import SEAL_TEXT, build, resealed
 
 from headrace.errors import Corrupt, HeadraceError, Invalid
 from headrace.model.manifest import Manifest
+from support.manifest_builder import SEAL_TEXT, assemble, build, resealed
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = {
@@ -36,7 +38,9 @@ def test_the_engines_manifest_is_read_as_it_was_meant() -> None:
     assert manifest.created_ns == meant["created_ns"]
     assert manifest.root == b"/" + bytes.fromhex(meant["root_path_hex"])
     assert [manifest.paths.raw(i).hex() for i in range(len(rows))] == [row["path_hex"] for row in rows]
-    assert [name.encode("utf-8", "surrogateescape").hex() for name in manifest.classes] == meant["classes_hex"]
+    assert [name.encode("utf-8", "surrogateescape").hex() for name in manifest.classes] == meant[
+        "classes_hex"
+    ]
     assert manifest.labels.tolist() == [row["label"] for row in rows]
     for column in ("size", "mode", "uid", "gid", "ino", "directory"):
         assert manifest.column(column).tolist() == [row[column] for row in rows]
@@ -76,7 +80,12 @@ def test_paths_behave_as_a_sequence() -> None:
 
 def test_an_empty_view_has_no_classes() -> None:
     manifest = Manifest(build({}), "test")
-    assert (manifest.samples, manifest.classes, manifest.labels.tolist(), list(manifest.paths)) == (0, [], [], [])
+    assert (manifest.samples, manifest.classes, manifest.labels.tolist(), list(manifest.paths)) == (
+        0,
+        [],
+        [],
+        [],
+    )
 
 
 def test_header_fields_are_read() -> None:
@@ -134,11 +143,27 @@ def test_a_loop_in_the_directory_table_is_corrupt() -> None:
 
 
 def test_a_million_samples_open_at_once_and_label_quickly() -> None:
-    import time
-
-    files = {f"c{i % 10}/s{i}": b"" for i in range(2000)}
-    raw = build(files)
+    n, classes = 1_000_000, 1000
+    names = [b"", *(b"%05d" % number for number in range(classes))]
+    path = np.char.mod(b"%011d", np.arange(n))
+    columns: dict[str, Any] = {
+        "path_start": np.arange(n + 1, dtype="<u8") * 11,
+        "path_bytes": np.frombuffer(path.tobytes(), dtype="<u1"),
+        "directory": (np.arange(n) // (n // classes) + 1).astype("<u4"),
+        "mtime": np.zeros(n, dtype="<i8"),
+        "dir_path_start": np.cumsum([0, *map(len, names)], dtype="<u8"),
+        "dir_path_bytes": np.frombuffer(b"".join(names), dtype="<u1"),
+        "dir_parent": np.zeros(classes + 1, dtype="<u4"),
+        "root_path": np.frombuffer(b"data", dtype="<u1"),
+        "size": np.full(n, 10_240, dtype="<u8"),
+    }
+    columns |= {name: np.zeros(n, dtype="<u4") for name in ("mode", "uid", "gid")}
+    raw = assemble(columns, n * 10_240, b"data", 1)
     begin = time.perf_counter()
     manifest = Manifest(raw, "test")
-    assert time.perf_counter() - begin < 0.05
-    assert np.bincount(manifest.labels).tolist() == [200] * 10
+    assert (len(manifest.paths), manifest.paths[-1]) == (n, "00000999999")
+    opened = time.perf_counter()
+    assert np.bincount(manifest.labels).tolist() == [n // classes] * classes
+    labelled = time.perf_counter()
+    assert opened - begin < 0.05
+    assert labelled - opened < 1

@@ -64,7 +64,14 @@ def test_shape_and_input_are_kept() -> None:
 
 @pytest.mark.parametrize(
     ("positions", "n", "seed", "epoch"),
-    [([3], 3, 0, 0), ([-1], 3, 0, 0), ([0.5], 3, 0, 0), ([0], 2**62 + 1, 0, 0), ([0], 3, -1, 0), ([0], 3, 0, 2**64)],
+    [
+        ([3], 3, 0, 0),
+        ([-1], 3, 0, 0),
+        ([0.5], 3, 0, 0),
+        ([0], 2**62 + 1, 0, 0),
+        ([0], 3, -1, 0),
+        ([0], 3, 0, 2**64),
+    ],
 )
 def test_out_of_range_is_invalid(positions: list[float], n: int, seed: int, epoch: int) -> None:
     with pytest.raises(Invalid):

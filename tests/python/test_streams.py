@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.fake_engine import FakeEngine, SlotStream, send_frame
-from support.manifest_builder import SEAL_TEXT, build
 
 import headrace
 from headrace.errors import Corrupt, Internal, Invalid, Unavailable
 from headrace.policy.order import permute
+from support.fake_engine import FakeEngine, SlotStream, send_frame
+from support.manifest_builder import SEAL_TEXT, build
 
 N = 1200
 BATCH = 8
@@ -47,8 +47,8 @@ def stream(fake_engine: FakeEngine) -> SlotStream:
 
     raw = build({f"c{number // 400}/{number:05}": CONTENTS[number] for number in range(N)})
     sealed = {
-        "seal": SEAL_TEXT, "version": 3, "path": b"/data", "samples": N, "bytes": 1, "manifest_bytes": len(raw),
-        "created_ns": 0,
+        "seal": SEAL_TEXT, "version": 3, "path": b"/data", "samples": N, "bytes": 1,
+        "manifest_bytes": len(raw), "created_ns": 0,
     }  # fmt: skip
     fake_engine.answers["open_seal"] = lambda fields, payload: Canned(sealed, fds=[memfd_of(raw)])
     handler = SlotStream(batches())
@@ -75,20 +75,25 @@ def test_an_epoch_gives_every_batch_in_order(stream: SlotStream, loader: headrac
         assert batch.labels.tolist() == [index // 400 for index in batch.indices]
         seen += batch.indices.tolist()
     assert seen == list(range(N))
-    assert stream.made <= 3
 
 
-def test_the_request_says_what_the_loader_was_told(fake_engine: FakeEngine, dataset: headrace.Dataset) -> None:
+def test_the_request_says_what_the_loader_was_told(
+    fake_engine: FakeEngine, dataset: headrace.Dataset
+) -> None:
     loader = headrace.Loader(
         dataset, BATCH, shuffle=True, seed=2**64 - 1, drop_last=True, prefetch=7, rank=1, world_size=3
     )
     loader.set_epoch(5)
-    with pytest.raises(Internal):  # the fake sends rank 0's first batches; only the request matters
-        list(loader)
+    for _ in loader:
+        break
     assert fake_engine.requests[-1] == {
-        "seal": SEAL_TEXT, "batch_size": BATCH, "shuffle": True, "seed": 2**64 - 1, "epoch": 5, "drop_last": True,
-        "first_batch": 0, "prefetch": 7, "rank": 1, "world_size": 3,
-    } or fake_engine.requests[-1]["first_batch"] == 0  # fmt: skip
+        "seal": SEAL_TEXT, "batch_size": BATCH, "shuffle": True, "seed": 2**64 - 1, "epoch": 5,
+        "drop_last": True, "first_batch": 0, "prefetch": 7, "rank": 1, "world_size": 3,
+    }  # fmt: skip
+
+
+def bytes_of(array: Any) -> bytes:
+    return np.asarray(array).tobytes()
 
 
 KEEPERS: dict[str, Any] = {
@@ -113,17 +118,18 @@ def test_one_kept_view_keeps_its_batch_from_being_overwritten(
     iterator = iter(loader)
     batch = next(iterator)
     kept = KEEPERS[keeper](batch)
-    before = bytes(memoryview(np.ascontiguousarray(kept)).cast("B"))
+    before = bytes_of(kept)
     del batch
     for _ in range(100):
         next(iterator)
     assert stream.released >= 95
-    assert bytes(memoryview(np.ascontiguousarray(kept)).cast("B")) == before
+    assert bytes_of(kept) == before
     released = stream.released
     del kept
-    for _ in range(3):
-        next(iterator)
-    assert stream.released >= released + 3
+    for batch in iterator:
+        del batch
+    assert stream.released > released + 20
+    assert stream.made <= stream.slots
 
 
 def test_every_kept_batch_has_a_slot_of_its_own(stream: SlotStream, loader: headrace.Loader) -> None:
@@ -133,7 +139,9 @@ def test_every_kept_batch_has_a_slot_of_its_own(stream: SlotStream, loader: head
     assert b"".join(batch.data.tobytes() for batch in kept) == b"".join(CONTENTS)
 
 
-def test_batches_outlive_the_stream_the_loader_and_the_volume(stream: SlotStream, loader: headrace.Loader) -> None:
+def test_batches_outlive_the_stream_the_loader_and_the_volume(
+    stream: SlotStream, loader: headrace.Loader
+) -> None:
     batch = next(iter(loader))
     for _ in range(20):
         for other in loader:
@@ -252,7 +260,9 @@ def test_nothing_is_sent_by_a_forked_child(stream: SlotStream, loader: headrace.
     assert batch[0].tobytes() == CONTENTS[0]
 
 
-def test_errors_on_the_stream_are_raised_and_end_it(fake_engine: FakeEngine, dataset: headrace.Dataset) -> None:
+def test_errors_on_the_stream_are_raised_and_end_it(
+    fake_engine: FakeEngine, dataset: headrace.Dataset
+) -> None:
     def fail(engine: FakeEngine, sock: Any, fields: Any) -> None:
         send_frame(sock, {"event": "error", "kind": "corrupt", "errno": 5, "message": "segment X at 4096"})
 
@@ -303,7 +313,12 @@ def test_ctrl_c_ends_the_script_within_two_seconds(
 ) -> None:
     gate = threading.Event()
     if moment == "wait":
-        stream.on_send = lambda number: gate.wait(30) and None if number == 3 else None
+
+        def stall(number: int) -> None:
+            if number == 3:
+                gate.wait(30)
+
+        stream.on_send = stall
     script = f"""
 import sys, time
 import headrace
@@ -311,7 +326,8 @@ def decode(sample):
     if {moment == "decode"}:
         print("waiting", flush=True)
         time.sleep(30)
-loader = headrace.Loader(headrace.connect({str(fake_engine.folder)!r}).dataset({SEAL_TEXT!r}), {BATCH}, decode=decode)
+dataset = headrace.connect({str(fake_engine.folder)!r}).dataset({SEAL_TEXT!r})
+loader = headrace.Loader(dataset, {BATCH}, decode=decode)
 for batch in loader:
     if batch.number == 2:
         print("waiting", flush=True)
@@ -343,7 +359,9 @@ iterator = iter(loader)
 kept = [next(iterator)[0], next(iterator)]
 kept.append(kept)
 """
-    ran = subprocess.run([sys.executable, "-X", "dev", "-c", script], capture_output=True, text=True, timeout=30)
+    ran = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", script], capture_output=True, text=True, timeout=30
+    )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
@@ -381,7 +399,7 @@ def test_epochs_advance_by_themselves(fake_engine: FakeEngine, loader: headrace.
         break
     assert loader.epoch == 0
     for _ in range(2):
-        list(batch.number for batch in loader)
+        assert [batch.number for batch in loader] == list(range(len(loader)))
     assert loader.epoch == 2
     loaders = [request for request in fake_engine.requests if "first_batch" in request]
     assert [request["epoch"] for request in loaders] == [0, 0, 1]
@@ -394,7 +412,8 @@ def test_state_is_small_and_names_the_next_batch(loader: headrace.Loader) -> Non
         next(iterator)
     state = loader.state_dict()
     assert state == {
-        "format": 1, "seal": SEAL_TEXT, "version": 3, "shuffle": False, "seed": 0, "epoch": 0, "samples": 3 * BATCH,
+        "format": 1, "seal": SEAL_TEXT, "version": 3, "shuffle": False, "seed": 0, "epoch": 0,
+        "samples": 3 * BATCH,
     }  # fmt: skip
     assert len(pickle.dumps(state)) < 1000
 
@@ -421,9 +440,7 @@ def test_a_state_is_used_once_when_iteration_is_broken_off(loader: headrace.Load
 
 
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next(loader: headrace.Loader) -> None:
-    states = []
-    for _ in loader:
-        states.append(loader.state_dict())
+    states = [loader.state_dict() for _ in loader]
     assert (states[-1]["epoch"], states[-1]["samples"]) == (1, 0)
     assert loader.state_dict() == states[-1]
 
@@ -436,15 +453,15 @@ def test_a_state_resumes_on_other_ranks_where_they_divide_it(dataset: headrace.D
         other = headrace.Loader(dataset, batch_size, rank=0, world_size=world_size)
         other.load_state_dict(state)
         assert other._resume_at * batch_size * world_size == 120
-    with pytest.raises(Invalid, match="not a whole number of steps of 7 ranks x 5"), pytest.warns(UserWarning):
+    with pytest.raises(Invalid, match="not a whole number of steps of 7 ranks x 5"):
         headrace.Loader(dataset, 5, rank=0, world_size=7).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"seal": "0" * 26}, {"format": 2}, {"shuffle": True}, {"samples": 3}, {"samples": -8}, {"samples": 80000},
-        {"seed": -1}, {"epoch": 2**64}, {"more": 1}, {"seed": "x"},
+        {"seal": "0" * 26}, {"format": 2}, {"shuffle": True}, {"samples": 3}, {"samples": -8},
+        {"samples": 80000}, {"seed": -1}, {"epoch": 2**64}, {"more": 1}, {"seed": "x"},
     ],
 )  # fmt: skip
 def test_foreign_states_are_refused(loader: headrace.Loader, change: dict[str, Any]) -> None:
@@ -454,7 +471,9 @@ def test_foreign_states_are_refused(loader: headrace.Loader, change: dict[str, A
         loader.load_state_dict({})
 
 
-@pytest.mark.parametrize(("n", "world_size"), [(0, 1), (1, 1), (1, 3), (7, 2), (7, 8), (30, 3), (31, 3), (32, 3)])
+@pytest.mark.parametrize(
+    ("n", "world_size"), [(0, 1), (1, 1), (1, 3), (7, 2), (7, 8), (30, 3), (31, 3), (32, 3)]
+)
 def test_ranks_share_an_epoch_and_drop_last_makes_their_steps_equal(
     dataset: headrace.Dataset, n: int, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,7 +483,12 @@ def test_ranks_share_an_epoch_and_drop_last_makes_their_steps_equal(
         taken = 0
         for rank in range(world_size):
             steps.add(
-                (batch_size, len(headrace.Loader(dataset, batch_size, drop_last=True, rank=rank, world_size=world_size)))
+                (
+                    batch_size,
+                    len(
+                        headrace.Loader(dataset, batch_size, drop_last=True, rank=rank, world_size=world_size)
+                    ),
+                )
             )
             with pytest.warns(UserWarning) if _uneven(n, world_size, batch_size) else _nothing():
                 loader = headrace.Loader(dataset, batch_size, rank=rank, world_size=world_size)
@@ -523,7 +547,7 @@ def test_rank_and_world_size_come_from_arguments_torch_or_environment(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert place() == (1, 4)
-    monkeypatch.setitem(sys.modules, "torch.distributed", Distributed)  # type: ignore[arg-type]  # a stand-in
+    monkeypatch.setitem(sys.modules, "torch.distributed", Distributed)
     assert place() == (2, 3)
     assert place(rank=0, world_size=2) == (0, 2)
     monkeypatch.delitem(sys.modules, "torch.distributed")

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.fake_engine import frame_bytes, memfd_of, send_frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.client.wire import HEADER, HELLO, Channel, Disconnected, decode, decode_answer, encode
 from headrace.errors import Internal, Invalid, NotFound
 from headrace.model import message
+from support.fake_engine import frame_bytes, memfd_of, send_frame
 
 GOLDEN: dict[str, str] = json.loads((Path(__file__).parents[1] / "golden" / "wire.json").read_text())
 
@@ -53,9 +53,9 @@ def test_requests_are_the_engines_bytes(name: str) -> None:
 
 
 def test_every_request_has_a_golden_message() -> None:
-    assert {msgspec.msgpack.decode(bytes.fromhex(GOLDEN[f"request.{n}"]))["op"] for n in golden("request.")} == set(
-        REQUESTS
-    )
+    assert {
+        msgspec.msgpack.decode(bytes.fromhex(GOLDEN[f"request.{n}"]))["op"] for n in golden("request.")
+    } == set(REQUESTS)
 
 
 @pytest.mark.parametrize("name", sorted(ANSWERS))
@@ -161,7 +161,9 @@ def test_descriptors_stay_with_their_frames(pair: Any) -> None:
             os.close(fd)
     for number in range(5):
         frame = channel.receive()
-        assert [os.pread(fd, 10, 0) for fd in frame.fds] == [b"%d.%d" % (number, k) for k in range(number % 3)]
+        assert [os.pread(fd, 10, 0) for fd in frame.fds] == [
+            b"%d.%d" % (number, k) for k in range(number % 3)
+        ]
         assert not any(os.get_inheritable(fd) for fd in frame.fds)
         for fd in frame.fds:
             os.close(fd)

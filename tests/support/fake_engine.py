@@ -23,7 +23,9 @@ HEADER = struct.Struct("<IIQ")
 
 
 class Canned:
-    def __init__(self, ok: Any = None, payload: bytes = b"", fds: list[int] | None = None, error: Any = None) -> None:
+    def __init__(
+        self, ok: Any = None, payload: bytes = b"", fds: list[int] | None = None, error: Any = None
+    ) -> None:
         self.meta = {"error": error} if error else {"ok": ok}
         self.payload = payload
         self.fds = fds or []
@@ -168,7 +170,9 @@ class SlotStream:
         try:
             for samples in self.batches[number:]:
                 while True:
-                    ready, _, _ = select.select([sock], [], [], 0 if free or len(memory) < self.slots else None)
+                    ready, _, _ = select.select(
+                        [sock], [], [], 0 if free or len(memory) < self.slots else None
+                    )
                     if not ready:
                         break
                     command, _ = read_frame(sock)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.model.crc32c import crc32c
 
@@ -15,7 +17,9 @@ SEAL_TEXT = "00041061050R3GG28A1C60T3GF"
 
 def build(files: dict[str, bytes], root: bytes = b"data", version: int = 3) -> bytes:
     """A manifest of `files` (path below the root -> content); only what the Python reader uses is true."""
-    paths = sorted((path.encode("utf-8", "surrogateescape") for path in files), key=lambda path: path.split(b"/"))
+    paths = sorted(
+        (path.encode("utf-8", "surrogateescape") for path in files), key=lambda path: path.split(b"/")
+    )
     directories = [b""]
     parents = [0]
     of_sample = []
@@ -31,7 +35,7 @@ def build(files: dict[str, bytes], root: bytes = b"data", version: int = 3) -> b
         of_sample.append(row)
     sizes = [len(files[path.decode("utf-8", "surrogateescape")]) for path in paths]
     n = len(paths)
-    columns = {
+    columns: dict[str, NDArray[Any]] = {
         "path_start": np.cumsum([0, *map(len, paths)], dtype="<u8"),
         "path_bytes": np.frombuffer(b"".join(paths), dtype="<u1"),
         "directory": np.array(of_sample, dtype="<u4"),
@@ -46,21 +50,27 @@ def build(files: dict[str, bytes], root: bytes = b"data", version: int = 3) -> b
         "dir_parent": np.array(parents, dtype="<u4"),
         "root_path": np.frombuffer(root, dtype="<u1"),
     }
+    return assemble(columns, sum(sizes), root, version)
+
+
+def assemble(columns: dict[str, NDArray[Any]], sample_bytes: int, root: bytes, version: int) -> bytes:
+    """The manifest with these columns."""
     table = b""
-    body = b""
-    for name, column in columns.items():
+    body = bytearray()
+    for column_name, column in columns.items():
         body += bytes(-len(body) % 64)
         raw = column.tobytes()
         table += struct.pack(
-            "<16sIIQQ", name.encode(), TYPES[column.dtype.str[1:]], 0, 4096 + len(body), column.size
+            "<16sIIQQ", column_name.encode(), TYPES[column.dtype.str[1:]], 0, 4096 + len(body), column.size
         )
         body += raw
     header = struct.pack(
         "<8sIIQQQ16sqQI",
-        b"HRMANIF\x01", 1, len(columns), n, sum(sizes), version, SEAL, 42, 4096 + len(body), len(root),
+        b"HRMANIF\x01", 1, len(columns), columns["size"].size, sample_bytes, version, SEAL, 42,
+        4096 + len(body), len(root),
     )  # fmt: skip
     header += bytes(128 - len(header)) + table
-    return resealed(header + bytes(4096 - len(header)) + body)
+    return resealed(header + bytes(4096 - len(header)) + bytes(body))
 
 
 def resealed(manifest: bytes) -> bytes:

@@ -40,7 +40,8 @@ pub enum Precondition {
     /// The key's value is exactly this.
     Equals(Key, Value),
     /// No key begins with `prefix`. Legal only while `guard` is held exclusively, which this does; every
-    /// commit that adds a key under the prefix has `Present(guard)`.
+    /// commit that adds a key under the prefix has `Present(guard)`. The guard must have a value; a conflict
+    /// names it if it has none, else the prefix.
     Empty {
         prefix: Key,
         guard: Key,

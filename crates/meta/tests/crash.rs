@@ -3,6 +3,8 @@
 //! A child process (this test program, `child`) commits one numbered commit after the other and prints the
 //! number of each that was acknowledged as durable. It is killed, and the files it leaves are looked at.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
 #[path = "suite/given.rs"]
 mod given;
 

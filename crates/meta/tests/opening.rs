@@ -1,5 +1,7 @@
 //! Files that are not as they should be: a clear error that names the file, and nothing changed.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
 #[path = "suite/given.rs"]
 mod given;
 

@@ -1,6 +1,8 @@
 //! Measurements, not promises: `cargo test --release -p headrace-meta --test speed -- --ignored --nocapture`.
 //! The database lies in TMPDIR: point that at the disk to be measured.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
 #[path = "suite/given.rs"]
 mod given;
 

@@ -122,7 +122,10 @@ impl Session {
                 self.changed()
             }
             Request::Fsync { handle } => Reply::of(self.handles.get(handle)?.fsync()?),
-            Request::Close { handle } => Reply::of(drop(self.handles.remove(handle)?)),
+            Request::Close { handle } => {
+                drop(self.handles.remove(handle)?);
+                Reply::of(())
+            }
             Request::ReadFile { path } => self.read_file(&path),
             Request::Put { entries, parents, durable } => {
                 let done = self.volume().put(&self.who, &entries, payload, parents, durable);
@@ -300,7 +303,9 @@ impl Session {
                     return Err(error);
                 }
             }
-            made => drop(made?),
+            made => {
+                made?;
+            }
         }
         self.changed()
     }

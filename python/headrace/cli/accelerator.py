@@ -152,10 +152,10 @@ def file_batches(path_of: Callable[[int], bytes], batches: Sequence[NDArray[np.u
                     return
                 hand_over([_read_file(path_of(index)) for index in indices.tolist()])
             hand_over(None)
-        except Exception as error:  # noqa: BLE001  # handed to the consumer, who raises it
+        except (OSError, ValueError, LookupError, MemoryError) as error:  # raised in the consumer
             hand_over(error)
 
-    thread = threading.Thread(target=read, name="read-ahead", daemon=True)
+    thread = threading.Thread(target=read, name="read-ahead", daemon=True)  # nothing forks here
     thread.start()
     try:
         while (batch := ready.get()) is not None:

@@ -54,12 +54,15 @@ class Comparison:
 
     files: int = 0
     file_bytes: int = 0
+    directories: int = 0
+    # Symbolic links and special files.
     others: int = 0
     differences: list[tuple[bytes, str]] = field(default_factory=list)
 
     def add(self, other: Comparison) -> None:
         self.files += other.files
         self.file_bytes += other.file_bytes
+        self.directories += other.directories
         self.others += other.others
         self.differences += other.differences
 
@@ -192,6 +195,8 @@ def _compare_entry(
         result.file_bytes += mine.st_size
         if not _same_bytes(source + b"/" + path, path, mine.st_size, copy):
             result.differences.append((path, "has other bytes"))
+    elif stat.S_ISDIR(mine.st_mode):
+        result.directories += 1
     else:
         result.others += 1
 

@@ -60,6 +60,7 @@ EPOCH_SECONDS_MAX = 12.0
 EPOCHS = 2
 SEED = 1
 _DIFFERENCES_SHOWN = 10
+_INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The engine leaves by itself if this process is killed with -9: as soon as nobody is connected or mounted.
 _IDLE_EXIT_SECONDS = 60
 # Extracting an archive goes through floating point: its times are right to this.
@@ -77,6 +78,25 @@ class Cleanup(contextlib.ExitStack):
                 warn(f"clean up: {what}: {error}")
 
         self.callback(guarded)
+
+
+@contextlib.contextmanager
+def interruptions_later() -> Iterator[None]:
+    """Ctrl-C and SIGTERM act only when the block has ended, so that what it makes is known to be made.
+
+    Not by a signal mask: the engine, started in the block, would inherit it.
+    """
+    held: list[int] = []
+    before = {
+        number: signal.signal(number, lambda got, _frame: held.append(got)) for number in _INTERRUPTIONS
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if held:
+        raise KeyboardInterrupt
 
 
 @dataclass
@@ -128,22 +148,26 @@ def run_demo(source: str | None, *, keep: bool, as_json: bool) -> ExitCode:
     def say(text: str) -> None:
         click.echo(printable(text), err=as_json)
 
-    signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
     outcome = Outcome()
     began_ns = monotonic_ns()
     # Importing more modules must not write new .pyc files into the tree that is being compared.
     sys.dont_write_bytecode = True
     cleanup = Cleanup()
     try:
-        folder = os.path.realpath(tempfile.mkdtemp(prefix="headrace-demo-"))
-        cleanup.undo(f"remove {folder}", lambda: _remove(folder))
+        with interruptions_later():
+            folder = os.path.realpath(tempfile.mkdtemp(prefix="headrace-demo-"))
+            cleanup.undo(f"remove {folder}", lambda: _remove(folder))
         _steps(source, folder, cleanup, outcome, say)
         outcome.seconds = (monotonic_ns() - began_ns) / 1e9
         if keep:
             cleanup.pop_all()
             say(_how_to_remove(folder))
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt("interrupted; the demo's volume and mount were removed") from error
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _INTERRUPTIONS:
             signal.signal(number, signal.SIG_IGN)
         cleanup.close()
     if as_json:
@@ -159,8 +183,10 @@ def _steps(
     trees = _trees(source, folder, say)
     path = os.path.join(folder, "vol")
     engine.create(path)
-    cleanup.undo("stop the engine", lambda: engine.stop(path))
-    engine.start(path, idle_exit_seconds=_IDLE_EXIT_SECONDS)
+    with interruptions_later():
+        # An engine that is only just starting could not be asked to stop.
+        engine.start(path, idle_exit_seconds=_IDLE_EXIT_SECONDS)
+        cleanup.undo("stop the engine", lambda: engine.stop(path))
     volume = connect(path, start=False)
     cleanup.callback(volume.close)
     say(f"Volume in {shown(path)}, served by an engine of its own.")
@@ -184,7 +210,8 @@ def _steps(
         outcome.compared.add(compared)
     outcome.compare_seconds = (monotonic_ns() - begin) / 1e9
     outcome.compared_by = "through the mount" if mountpoint is not None else "through the API"
-    say(_compared_line(outcome))
+    for line in _compared_lines(outcome):
+        say(line)
 
     dataset = volume.seal("/")
     outcome.seal, outcome.samples, outcome.sample_bytes = dataset.seal, len(dataset), dataset.nbytes
@@ -195,7 +222,7 @@ def _steps(
     outcome.engine_resident_bytes = volume.status().resident_bytes
 
 
-# -- the source ----------------------------------------------------------------------------------------------
+# -- the source --------------------------------------------------------------------------------------------
 
 
 def _trees(source: str | None, folder: str, say: Callable[[str], None]) -> list[Tree]:
@@ -253,8 +280,8 @@ def _import(tree: Tree, volume: Volume, say: Callable[[str], None]) -> ImportRep
         destination.close()
     seconds = (monotonic_ns() - begin) / 1e9
     say(
-        f"Imported {shown(tree.origin)}: {format_count(report.files)} files ({format_bytes(report.file_bytes)}), "
-        f"{format_count(report.directories)} directories, "
+        f"Imported {shown(tree.origin)}: {format_count(report.files)} files "
+        f"({format_bytes(report.file_bytes)}), {format_count(report.directories)} directories, "
         f"{format_count(report.symlinks + report.hard_links)} links in {format_seconds(seconds)} "
         f"({format_count(report.files / seconds)} files/s)."
     )
@@ -265,7 +292,7 @@ def _import(tree: Tree, volume: Volume, say: Callable[[str], None]) -> ImportRep
     return report
 
 
-# -- the mount and the comparison ------------------------------------------------------------------------------
+# -- the mount and the comparison --------------------------------------------------------------------------
 
 
 def _mount(
@@ -273,10 +300,10 @@ def _mount(
 ) -> str | None:
     mountpoint = os.path.join(folder, "mnt")
     os.mkdir(mountpoint)
-    # Before the call: an interruption may come between the kernel's mount and our next line.
     cleanup.undo(f"unmount {mountpoint}", lambda: _unmount(volume, mountpoint))
     try:
-        volume.mount(mountpoint)
+        with interruptions_later():
+            volume.mount(mountpoint)
     except HeadraceError as error:
         outcome.notes.append(
             f"no mount here ({error.message}): compared through the API, and no epoch by mount"
@@ -303,7 +330,7 @@ def _how_to_remove(folder: str) -> str:
     return f"Kept in {folder}. To remove it: headrace down {folder}/vol && rm -r {folder}"
 
 
-# -- the epochs --------------------------------------------------------------------------------------------------
+# -- the epochs --------------------------------------------------------------------------------------------
 
 
 def _epochs(
@@ -378,23 +405,22 @@ def _paths_on_disk(dataset: Dataset, trees: Sequence[Tree]) -> Callable[[int], b
     return path_of
 
 
-# -- what is printed ---------------------------------------------------------------------------------------------
+# -- what is printed ---------------------------------------------------------------------------------------
 
 
-def _compared_line(outcome: Outcome) -> str:
+def _compared_lines(outcome: Outcome) -> list[str]:
     compared = outcome.compared
     what = (
-        f"Compared {format_count(compared.files)} files ({format_bytes(compared.file_bytes)}) and "
-        f"{format_count(compared.others)} links and special files with the source {outcome.compared_by} in "
-        f"{format_seconds(outcome.compare_seconds)}: "
+        f"Compared {format_count(compared.files)} files ({format_bytes(compared.file_bytes)}), "
+        f"{format_count(compared.directories)} directories and {format_count(compared.others)} links with "
+        f"the source, {outcome.compared_by}, in {format_seconds(outcome.compare_seconds)}: "
     )
     if not compared.differences:
-        return what + "bytes, modes, times and links are the same."
-    lines = [what + f"{format_count(len(compared.differences))} DIFFERENCES"]
-    lines += [f"  {shown(path)} {why}" for path, why in sorted(compared.differences)[:_DIFFERENCES_SHOWN]]
-    for line in lines[:-1]:
-        click.echo(printable(line), err=True)
-    return lines[-1]
+        return [what + "bytes, modes, times and links are the same."]
+    found = sorted(compared.differences)
+    lines = [f"{what}{format_count(len(found))} DIFFERENCES"]
+    lines += [f"  {shown(path)} {why}" for path, why in found[:_DIFFERENCES_SHOWN]]
+    return lines if len(found) <= _DIFFERENCES_SHOWN else [*lines, "  ..."]
 
 
 def _print_outcome(outcome: Outcome) -> None:
@@ -461,6 +487,7 @@ def _fields(outcome: Outcome) -> dict[str, Any]:
             "by": outcome.compared_by,
             "files": outcome.compared.files,
             "bytes": outcome.compared.file_bytes,
+            "directories": outcome.compared.directories,
             "others": outcome.compared.others,
             "seconds": round(outcome.compare_seconds, 3),
             "differences": [

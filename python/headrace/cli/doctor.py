@@ -24,7 +24,7 @@ from typing import NamedTuple
 import click
 
 from headrace import __version__
-from headrace.cli.mounts import headrace_mounts, mount_points
+from headrace.cli.mounts import file_system_of, headrace_mounts
 from headrace.cli.text import print_json, print_table, shown
 from headrace.client.engine import find_engine
 from headrace.errors import HeadraceError
@@ -376,15 +376,9 @@ def _space(path: str) -> Finding:
 
 
 def _file_system(path: str) -> Finding:
-    where = os.fsencode(os.path.realpath(_existing(path)))
-    inside = [
-        mount
-        for mount in mount_points()
-        if where == mount.path or where.startswith(mount.path.rstrip(b"/") + b"/")
-    ]
-    if not inside:
+    kind = file_system_of(_existing(path))
+    if kind == "unknown":
         return Finding("file system", Verdict.WARN, "not known: /proc/self/mounts does not name it")
-    kind = max(inside, key=lambda mount: len(mount.path)).kind.decode(errors="replace")
     if kind.split(".")[-1] in _NETWORK_FILE_SYSTEMS or kind in ("fuse.sshfs", "fuse.s3fs", "fuse.juicefs"):
         return Finding(
             "file system",

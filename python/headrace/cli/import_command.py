@@ -18,7 +18,7 @@ from headrace.control.destination import VolumeDestination
 from headrace.control.importer import Importer, ImportReport, Refused
 from headrace.control.source import Source
 from headrace.control.trees import open_source
-from headrace.errors import Conflict, Invalid
+from headrace.errors import Conflict, HeadraceError, Invalid
 from headrace.model.clock import monotonic_ns
 from headrace.units import format_bytes, format_count, format_seconds
 
@@ -42,7 +42,14 @@ def run_import(source_path: str, place: Place, volume: Volume, as_json: bool) ->
         with show_progress(source, importer.report, "import"):
             report = importer.run()
     except Refused as error:
-        raise Conflict(f"{place}: {error}") from error
+        # Of the target itself. The engine's own error, where there is one, has the better kind.
+        told = error.__cause__ if isinstance(error.__cause__, HeadraceError) else Conflict(str(error))
+        raise _told_from_above(f"import into {place}", told) from error
+    except HeadraceError as error:
+        done = format_count(importer.report.entries)
+        raise _told_from_above(
+            f"import stopped after {done} entries; run it again to go on", error
+        ) from error
     except KeyboardInterrupt as error:
         done = format_count(importer.report.entries)
         raise KeyboardInterrupt(
@@ -57,6 +64,11 @@ def run_import(source_path: str, place: Place, volume: Volume, as_json: bool) ->
     else:
         print_summary(report, seconds)
     return ExitCode.OK if report.complete else ExitCode.FAILURE
+
+
+def _told_from_above(doing: str, error: HeadraceError) -> HeadraceError:
+    """The same error with what was being done before its message."""
+    return HeadraceError.of(error.kind, error.errno or 0, f"{doing}: {error.message}")
 
 
 def refuse_import_into_itself(source_path: str, place: Place, volume: Volume) -> None:
@@ -143,7 +155,7 @@ class _Total:
 
 @contextlib.contextmanager
 def show_progress(source: Source, report: ImportReport, doing: str) -> Iterator[None]:
-    """A line with files, bytes, rate and time left while the block runs; nothing unless stderr is a terminal."""
+    """A line with files, bytes, rate and time left while the block runs, if stderr is a terminal."""
     if not stderr_is_terminal():
         yield
         return
@@ -185,7 +197,8 @@ def show_progress(source: Source, report: ImportReport, doing: str) -> Iterator[
             task.total, task.completed = (None, 0) if part is None else (1.0, part)
             return super().render(task)
 
-    counter = threading.Thread(target=total.count, args=(source,), name="import-count", daemon=True)
+    # It only counts files. The process that imports does not fork.
+    counter = threading.Thread(target=total.count, args=(source,), daemon=True)  # see above
     counter.start()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), Bar(bar_width=24), Facts())
     with Progress(

@@ -144,9 +144,9 @@ def down(volume: str, as_json: bool) -> None:
 @click.argument("volume")
 @json_option
 def status(volume: str, as_json: bool) -> None:
-    """Show what the engine of VOLUME does: memory, mounts, clients, segments, warnings.
+    """Show what the engine of VOLUME does.
 
-    Starts nothing: exit code 7 if no engine runs.
+    Its memory, mounts, clients, segments and warnings. Starts nothing: exit code 7 if no engine runs.
 
     \b
     Example:
@@ -204,8 +204,9 @@ def import_(source: str, target: str, as_json: bool) -> ExitCode:
     """Copy SOURCE, a folder or a tar archive, into a volume.
 
     What is in SOURCE lands in the folder VOLUME:/path, with modes, times, links and (as root) owners.
-    Extended attributes are left out. Archives may be compressed (gzip, xz, bzip2). Safe to run again after an
-    interruption: what is there already is skipped. Ends with exit code 6 if anything is missing, and names it.
+    Extended attributes are left out. Archives may be compressed (gzip, xz, bzip2). Safe to run again after
+    an interruption: what is there already is skipped. Ends with exit code 6 if anything is missing, and
+    names it.
 
     \b
     Examples:
@@ -307,10 +308,11 @@ def seal(place: str, as_json: bool) -> None:
 
 @cli.group()
 def bench() -> None:
-    """Measure a folder, a mount or the Loader, side by side with another folder.
+    """Measure folders, mounts and the Loader.
 
-    Rounds alternate between --target and --compare; medians of the rounds are shown. Cold means that the
-    page cache was dropped (as root), and for a mounted volume that its engine was restarted.
+    Each is measured side by side with another folder, if that is given: rounds alternate between --target
+    and --compare, and medians of the rounds are shown. Cold means that the page cache was dropped (as root),
+    and for a mounted volume that its engine was restarted.
     """
 
 
@@ -380,8 +382,8 @@ def loader(volume: str, path: str, batch_size: int, rounds: int, as_json: bool) 
     """
     from headrace.cli.bench import bench_loader
 
-    with open_volume(volume) as opened:
-        bench_loader(opened, path, batch_size, rounds, as_json)
+    open_volume(volume).close()  # its errors come first
+    bench_loader(volume, path, batch_size, rounds, as_json)
 
 
 def _thread_counts(text: str) -> list[int]:
@@ -416,9 +418,11 @@ def doctor(volume: str | None, as_json: bool) -> ExitCode:
 @click.option("--keep", is_flag=True, help="Leave the volume and the mount to look around.")
 @json_option
 def demo(source: str | None, keep: bool, as_json: bool) -> ExitCode:
-    """See it work: import real files, mount them, compare them, feed a simulated accelerator.
+    """See it work on real files, in minutes.
 
-    Takes less than three minutes in a temporary folder and leaves nothing behind.
+    Imports them, mounts them, compares every byte, and feeds a simulated accelerator from plain files, from
+    the mount and from the Loader. Takes less than three minutes in a temporary folder and leaves nothing
+    behind.
 
     \b
     Example:
@@ -462,9 +466,13 @@ def main() -> NoReturn:
 
 def _run() -> int:
     try:
-        result = cli.main(standalone_mode=False)
+        # Not cli.main(): it answers Ctrl-C and a closed pipe in its own way, with its own exit codes.
+        with cli.make_context("headrace", sys.argv[1:]) as context:
+            result = cli.invoke(context)
         sys.stdout.flush()
         return int(result) if result is not None else ExitCode.OK
+    except click.exceptions.Exit as end:  # --help
+        return end.exit_code
     except click.ClickException as error:
         error.show()
         return ExitCode.BAD_ARGUMENTS

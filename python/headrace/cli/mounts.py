@@ -1,4 +1,4 @@
-"""Mounts of Headrace as the kernel lists them, and ending one: by its engine, or without it when that is gone."""
+"""Mounts of Headrace as the kernel lists them, and how to end one, also when its engine is gone."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ class MountPoint(NamedTuple):
     device: bytes
     path: bytes
     kind: bytes
+
+    @property
+    def volume(self) -> str:
+        """The volume's folder, of a mount of ours: its device reads headrace:/folder."""
+        return os.fsdecode(self.device.removeprefix(b"headrace:"))
 
 
 def mount_points() -> list[MountPoint]:
@@ -47,16 +52,28 @@ def mount_at(path: bytes) -> MountPoint | None:
     return next((mount for mount in reversed(headrace_mounts()) if mount.path == path), None)
 
 
-def mount_holding(path: str) -> MountPoint | None:
-    """Our mount that `path` lies in, if it lies in one: of all mounts above it, the longest is ours."""
+def mount_above(path: str) -> MountPoint | None:
+    """The mount that `path` lies in; None where /proc does not tell."""
     where = os.fsencode(os.path.realpath(path))
-    inside = [
+    above = [
         mount
         for mount in mount_points()
         if where == mount.path or where.startswith(mount.path.rstrip(b"/") + b"/")
     ]
-    holding = max(inside, key=lambda mount: len(mount.path), default=None)
-    return holding if holding is not None and holding.kind == b"fuse.headrace" else None
+    # Of mounts on one path the last one is on top.
+    return max(reversed(above), key=lambda mount: len(mount.path), default=None)
+
+
+def mount_holding(path: str) -> MountPoint | None:
+    """Our mount that `path` lies in, if it lies in one."""
+    mount = mount_above(path)
+    return mount if mount is not None and mount.kind == b"fuse.headrace" else None
+
+
+def file_system_of(path: str) -> str:
+    """The type of the file system that `path` lies on, such as ext4."""
+    mount = mount_above(path)
+    return "unknown" if mount is None else mount.kind.decode(errors="replace")
 
 
 def end_mount(mountpoint: str) -> None:
@@ -70,10 +87,9 @@ def end_mount(mountpoint: str) -> None:
     mount = mount_at(path)
     if mount is None:
         raise NotFound(f"no volume is mounted on {mountpoint}: see /proc/self/mounts")
-    volume = os.fsdecode(mount.device)
-    if os.path.isdir(volume):
+    if os.path.isdir(mount.volume):
         try:
-            with connect(volume, start=False) as opened:
+            with connect(mount.volume, start=False) as opened:
                 opened.unmount(os.fsdecode(path))
             return
         except Conflict:

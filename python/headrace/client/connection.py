@@ -30,6 +30,7 @@ from headrace.model.message import Request
 
 # Enough for the threads that call at once; more are made and closed again.
 _IDLE_MAX = 4
+SOCKET = "engine.sock"
 # sun_path of a Unix socket address holds 108 bytes, one of them the ending zero.
 SOCKET_PATH_BYTES_MAX = 107
 
@@ -60,6 +61,8 @@ class Connection:
         self.closed = False
         self._prefix = HELLO
         _live[self._number] = weakref.ref(self)
+        # Closes the socket of a connection that was dropped, at the process's end too.
+        weakref.finalize(self, _close_dropped, channel, self._number)
 
     def usable(self) -> bool:
         """Whether a request may be written: ours, open, and the engine has neither left nor spoken."""
@@ -135,8 +138,10 @@ class Connection:
         _live.pop(self._number, None)
         self.channel.close()
 
-    def __del__(self) -> None:
-        self.close()
+
+def _close_dropped(channel: Channel, number: int) -> None:
+    _live.pop(number, None)
+    channel.close()
 
 
 def _drop_inherited() -> None:
@@ -198,25 +203,15 @@ class Pool:
 
 def connect_socket(volume: str) -> Channel:
     """A channel to the engine that serves `volume`, or raises: NotFound when no engine listens there,
-    Permission when its socket is not for this user. Goes through a descriptor of the folder, so that the
-    length of the folder's path does not matter."""
-    try:
-        folder = os.open(volume, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise of_os_error(f"open volume {volume}", error) from error
+    Permission when its socket is not for this user."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        address = f"/proc/self/fd/{folder}/engine.sock"
-        if not os.path.exists("/proc/self/fd"):
-            address = os.path.join(volume, "engine.sock")
-            if len(os.fsencode(address)) > SOCKET_PATH_BYTES_MAX:
-                raise Invalid(
-                    f"the path of {address} has {len(os.fsencode(address))} bytes; without /proc a socket's "
-                    f"path holds {SOCKET_PATH_BYTES_MAX}: mount /proc or move the volume",
-                    errno.ENAMETOOLONG,
-                )
-        sock.connect(address)
-    except (ConnectionRefusedError, FileNotFoundError) as error:
+        address = os.path.join(volume, SOCKET)
+        if len(os.fsencode(address)) <= SOCKET_PATH_BYTES_MAX:
+            sock.connect(address)
+        else:
+            _connect_through_descriptor(sock, volume)
+    except (ConnectionRefusedError, FileNotFoundError, NotADirectoryError) as error:
         sock.close()
         raise NotFound(f"no engine runs for volume {volume}") from error
     except PermissionError as error:
@@ -229,9 +224,22 @@ def connect_socket(volume: str) -> Channel:
     except BaseException:
         sock.close()
         raise
+    return Channel(sock)
+
+
+def _connect_through_descriptor(sock: socket.socket, volume: str) -> None:
+    # Only for long paths: /proc/self is closed to a process that has changed its user without exec.
+    folder = os.open(volume, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not os.path.exists(f"/proc/self/fd/{folder}"):
+            raise Invalid(
+                f"the path {os.path.join(volume, SOCKET)} is longer than the {SOCKET_PATH_BYTES_MAX} bytes "
+                "of a socket's address, and /proc/self/fd is closed to this process: move the volume",
+                errno.ENAMETOOLONG,
+            )
+        sock.connect(f"/proc/self/fd/{folder}/{SOCKET}")
     finally:
         os.close(folder)
-    return Channel(sock)
 
 
 def of_os_error(doing: str, error: OSError) -> HeadraceError:

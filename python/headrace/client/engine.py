@@ -43,6 +43,8 @@ START_SECONDS_MAX = 60.0
 STOP_SECONDS_MAX = 60.0
 # An engine that a client started leaves when unused for this long; `headrace up` gives 0 (never).
 IDLE_EXIT_SECONDS = 900
+CREATE_SECONDS_MAX = 10.0
+_MADE_BEFORE_MARKER = {"meta", "segments", "manifests", MARKER, f"{MARKER}.new"}
 _LOG_TAIL_BYTES = 2000
 
 # Process ids of engines that this process started, to be reaped when they end.
@@ -191,6 +193,21 @@ def create(volume: str | os.PathLike[str]) -> str:
     return answer.volume
 
 
+def create_if_missing(folder: str) -> None:
+    """Makes a volume in `folder` unless there is one. Of many that try at once one does it, others wait."""
+    if os.path.exists(os.path.join(folder, MARKER)):
+        return
+    try:
+        create(folder)
+    except Conflict:
+        deadline_ns = clock.monotonic_ns() + int(CREATE_SECONDS_MAX * 1e9)
+        while not os.path.exists(os.path.join(folder, MARKER)):
+            # The marker comes last. What is there before it is another's volume in the making, or no volume.
+            if set(os.listdir(folder)) - _MADE_BEFORE_MARKER or clock.monotonic_ns() > deadline_ns:
+                raise
+            clock.sleep_seconds(0.01)
+
+
 def running_pid(volume: str | os.PathLike[str]) -> int | None:
     """Process id of the engine that listens for `volume`, or None. Needs permission to use its socket."""
     try:
@@ -211,14 +228,16 @@ def open_connection(folder: str, start_if_needed: bool = True) -> Connection:
     """
     try:
         return Connection(connect_socket(folder), folder)
-    except HeadraceError:
-        # Say what is wrong with the folder, if that is it; else nobody listens.
+    except NotFound:
         check_volume(folder)
-        if not start_if_needed and running_pid(folder) is None:
+        if not start_if_needed:
             raise Unavailable(
                 f"no engine runs for volume {folder}: start it with `headrace up {folder}`",
                 errno.ECONNREFUSED,
             ) from None
+    except HeadraceError:
+        check_volume(folder)  # if the folder itself is the reason, that says more
+        raise
     _, channel = _start_or_join(folder, idle_exit_seconds=IDLE_EXIT_SECONDS)
     return Connection(channel, folder)
 

@@ -9,20 +9,19 @@ Open files are in `file.py`, sealed views in `dataset.py`, the connections in `c
 from __future__ import annotations
 
 import contextlib
-import errno
+import functools
 import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, AnyStr, Generic, Literal, Self, overload
 
 from headrace.client.connection import Connection, Pool
-from headrace.client.engine import check_volume, open_connection, volume_folder
-from headrace.client.engine import create as create_volume
+from headrace.client.engine import create_if_missing, open_connection, volume_folder
 from headrace.client.file import PIECE_BYTES, VolumeFile, open_file
 from headrace.client.wire import Buffer
-from headrace.errors import Conflict, HeadraceError, Invalid, NotFound
+from headrace.errors import Full, HeadraceError, Invalid, IsADirectory, NotFound
 from headrace.model import message
-from headrace.model.message import PAYLOAD_BYTES_MAX, Attr, Kind, PutDone, PutEntry, Sealed
+from headrace.model.message import Attr, Kind, PutDone, PutEntry, Sealed
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -52,12 +51,8 @@ def connect(volume: str | os.PathLike[str], *, start: bool = True, create: bool 
     b'hi'
     """
     folder = volume_folder(volume)
-    if create and not os.path.exists(os.path.join(folder, "HEADRACE")):
-        # Two may create at once: the loser finds the winner's volume.
-        try:
-            create_volume(folder)
-        except Conflict:
-            check_volume(folder)
+    if create:
+        create_if_missing(folder)
     connected = Volume(folder, start=start)
     connected.hello()
     return connected
@@ -74,18 +69,13 @@ class Volume:
     def __init__(self, folder: str, *, start: bool = True) -> None:
         self._folder = folder
         self._start = start
-        self._closed = False
+        self._connect = functools.partial(open_connection, folder, start)
         self._pool = Pool(self._connect)
 
     @property
     def path(self) -> str:
         """The volume's folder, absolute."""
         return self._folder
-
-    def _connect(self) -> Connection:
-        if self._closed:
-            raise Invalid(f"volume {self._folder} was closed by this program: connect to it again")
-        return open_connection(self._folder, self._start)
 
     def connection(self) -> Connection:
         """A new connection that is the caller's alone, for bulk work or a stream, and its to close."""
@@ -112,15 +102,16 @@ class Volume:
         if welcome.wire != message.WIRE:
             raise Invalid(
                 f"the engine of volume {self._folder} (pid {welcome.pid}, {welcome.engine}) speaks "
-                f"wire version {welcome.wire}, this headrace {message.WIRE}: stop it with `headrace down`, so "
-                "that the installed one starts"
+                f"wire version {welcome.wire}, this headrace {message.WIRE}: stop it with `headrace down`, "
+                "so that the installed one starts"
             )
         return welcome
 
     # Whole files
 
     def read_bytes(self, path: Path) -> bytes:
-        """The file's content. One request up to 64 MiB, more above; needs its size in memory.
+        """The file's content. One request for most files; one per 8 MiB for those that are more than an
+        answer (64 MiB) or the engine's memory holds.
 
         A file that is replaced meanwhile is read whole, as it was when it was opened.
         Raises NotFound, Permission, IsADirectory, Corrupt.
@@ -128,8 +119,9 @@ class Volume:
         name = wire_path(path)
         try:
             return self._pool.call(message.ReadFile(name)).payload
-        except Invalid as error:
-            if error.errno not in (errno.EINVAL, errno.EFBIG) or self.stat(name).size <= PAYLOAD_BYTES_MAX:
+        except (Invalid, Full) as error:
+            # More than an answer, or than the engine's memory, holds; or something else is wrong.
+            if isinstance(error, IsADirectory) or self.stat(name).size <= PIECE_BYTES:
                 raise
         with self.open(name, "rb", buffering=0) as raw:
             content: bytes = raw.read()
@@ -141,12 +133,12 @@ class Volume:
         """Makes `path` a file with content `data`, replacing one that was there in one step.
 
         mode: permission bits. parents: missing folders are made. durable: on disk when this returns, else
-        within 5 s. Above 64 MiB the bytes go to a file `.headrace-*.partial` beside it first, which is then
+        within 5 s. Above 8 MiB the bytes go to a file `.headrace-*.partial` beside it first, which is then
         renamed. Raises NotFound (no such folder), IsADirectory, Permission, Full.
         """
         name = wire_path(path)
         view = memoryview(data).cast("B")
-        if view.nbytes <= PAYLOAD_BYTES_MAX:
+        if view.nbytes <= PIECE_BYTES:
             self.put([PutEntry(name, mode=mode, size=view.nbytes)], [view], parents=parents, durable=durable)
             return
         folder = os.path.dirname(name)
@@ -189,7 +181,8 @@ class Volume:
         """Creates or replaces many entries in one request, each atomically, in their order.
 
         data: buffers with the files' bytes one after the other, as the entries' `size`s divide them; 64 MiB
-        at most. parents: missing folders are made (0755). durable: all on disk when this returns.
+        at most, and less where the engine was given little memory (8 MiB are always taken).
+        parents: missing folders are made (0755). durable: all on disk when this returns.
         An error names the first entry that failed; those before it are done, those after it are not.
         """
         wanted = sum(entry.size for entry in entries)
@@ -297,13 +290,15 @@ class Volume:
     ) -> Iterator[tuple[AnyStr, list[AnyStr], list[AnyStr]]]:
         """(folder, names of folders in it, names of all else), top down, as `os.walk`; the list of folders
         may be changed to steer the walk. Raises at once what a listing raises."""
-        folders: list[AnyStr] = []
-        others: list[AnyStr] = []
-        for entry in self.scandir(path, attrs=False):
-            (folders if entry.is_dir(follow_links) else others).append(entry.name)
-        yield path, folders, others
-        for name in folders:
-            yield from self.walk(os.path.join(path, name), follow_links=follow_links)
+        waiting = [path]
+        while waiting:
+            folder = waiting.pop()
+            folders: list[AnyStr] = []
+            others: list[AnyStr] = []
+            for entry in self.scandir(folder, attrs=False):
+                (folders if entry.is_dir(follow_links) else others).append(entry.name)
+            yield folder, folders, others
+            waiting += [os.path.join(folder, name) for name in reversed(folders)]
 
     def mkdir(self, path: Path, mode: int = 0o755) -> None:
         """Makes one folder. Raises AlreadyExists, NotFound (no parent), NotADirectory, Permission."""
@@ -467,8 +462,7 @@ class Volume:
         self.call(message.Unmount(os.fsencode(os.path.abspath(mountpoint))))
 
     def close(self) -> None:
-        """Ends this object's idle connections; open files and loaders go on. The engine stays."""
-        self._closed = True
+        """Closes the idle connections; a later call makes new ones. Open files and loaders go on."""
         self._pool.close()
 
     def __enter__(self) -> Self:

@@ -17,8 +17,8 @@ import contextlib
 import hashlib
 import re
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -168,7 +168,7 @@ class Importer:
                 for entry in self._source.entries():
                     try:
                         self._take(entry)
-                    except SourceProblem as problem:
+                    except (SourceProblem, Refused) as problem:
                         self._problem(entry.path, str(problem))
             except SourceDamaged as damage:
                 self.report.damage = str(damage)
@@ -400,7 +400,7 @@ class Importer:
         try:
             self._destination.put(self._placed(entries), payload, self._owners)
         except Refused:
-            # One of them: send them singly to learn which. Those that came through are replaced by themselves.
+            # One of them: send them singly to learn which. Those that came through replace themselves.
             self._put_singly(entries, payload)
             return
         for entry in entries:
@@ -462,23 +462,27 @@ class Importer:
     def _fill(self, temporary: bytes, entry: Entry) -> None:
         handle = self._destination.open_new(temporary)
         try:
-            for offset, data in self._ahead(self._source.stream(entry)):
-                handle.write_at(offset, data)
-                self.report.file_bytes += len(data)
+            with contextlib.closing(self._ahead(self._source.stream(entry))) as runs:
+                for offset, data in runs:
+                    handle.write_at(offset, data)
+                    self.report.file_bytes += len(data)
             handle.truncate(entry.size)  # a hole at the end
         finally:
             handle.close()
 
-    def _ahead(self, runs: Runs) -> Runs:
+    def _ahead(self, runs: Runs) -> Generator[tuple[int, bytes]]:
         """Reads one run further while the one before is being sent."""
 
         def take() -> tuple[int, bytes] | None:
             return next(runs, None)
 
         run = self._readers.submit(take)
-        while (current := run.result()) is not None:
-            run = self._readers.submit(take)
-            yield current
+        try:
+            while (current := run.result()) is not None:
+                run = self._readers.submit(take)
+                yield current
+        finally:
+            wait([run])  # nobody else may read an archive while one of its members is being read
 
     # -- the end -----------------------------------------------------------------------------------------
 

@@ -110,7 +110,8 @@ class _Stream:
         self._failure: BaseException | None = None
         self._ended = False
         self.raw_bytes_read = 0
-        self._thread = threading.Thread(target=self._read_ahead, name="tar-read-ahead", daemon=True)
+        # Decompression runs beside the sender (it releases the GIL). The process that imports does not fork.
+        self._thread = threading.Thread(target=self._read_ahead, daemon=True)
         self._thread.start()
 
     def _read_ahead(self) -> None:
@@ -119,7 +120,7 @@ class _Stream:
                 self._hand_over_chunk()
                 if self._ended:
                     return
-        except Exception as error:  # noqa: BLE001  # whatever it is, the reader waits for it
+        except (*_DECOMPRESSION_ERRORS, ValueError, MemoryError) as error:  # raised in `read`
             self._hand_over(error)
 
     def _hand_over_chunk(self) -> None:

@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import msgspec
 import numpy as np
@@ -86,7 +86,8 @@ class Loader:
     which keep the epoch they were started in).
 
     Iterating blocks only when the engine is behind; Ctrl-C ends the wait. Use one iterator per thread. An
-    iterator that a fork copies goes on in the child by itself. Pickles in under 1 KB plus `decode`.
+    iterator that a fork copies goes on in the child by itself; batches held at a fork stay valid in both, and
+    their memory is not used again before the epoch's end. Pickles in under 1 KB plus `decode`.
     Raises what `Dataset.read_batch` raises, and Full when more batches are kept than the engine has memory
     for.
 
@@ -215,7 +216,7 @@ class Loader:
             ),
         )
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: SupportsIndex) -> Batch:
         """Batch `index` of the current epoch, read by itself. IndexError outside [-len, len)."""
         number = row_of(index, len(self))
         begin = number * self.batch_size

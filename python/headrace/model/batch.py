@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +79,7 @@ class Batch:
     def __len__(self) -> int:
         return self.indices.size
 
-    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+    def __getitem__(self, index: SupportsIndex) -> NDArray[np.uint8]:
         count = self.indices.size
         row = operator.index(index)
         if row < 0:

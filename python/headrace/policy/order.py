@@ -30,7 +30,7 @@ def permute(positions: ArrayLike, n: int, seed: int, epoch: int) -> NDArray[np.u
     """The sample index at each position of the epoch `epoch` under `seed`; same shape as `positions`.
 
     positions: integers in [0, n), any number, any order. n: samples, at most 2**62. seed, epoch: [0, 2**64).
-    A new array; pure; about 0.1 ms for 256 positions and 0.6 us each for many.
+    A new array; pure; about 0.3 ms for 256 positions, 0.13 us each for many.
     Raises Invalid when a position, n, seed or epoch is out of range.
 
     >>> sorted(permute(range(5), 5, seed=1, epoch=0).tolist())

@@ -8,13 +8,13 @@ import os
 import re
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from command import COMMAND, assert_one_line, run, run_json, run_on_terminal
-from support.fake_engine import Canned, FakeEngine
 
 from headrace import errors
 from headrace.cli import doctor
@@ -24,6 +24,7 @@ from headrace.cli.mounts import mount_points
 from headrace.cli.place import parse_place
 from headrace.cli.text import json_name, shown
 from headrace.errors import Invalid
+from support.fake_engine import Canned, FakeEngine
 
 # -- places and names --------------------------------------------------------------------------------
 
@@ -108,7 +109,8 @@ def test_exit_codes_are_the_documented_ones() -> None:
     assert HELP_TEXT.replace("\b\n", "").splitlines()[1].strip() in run("--help").stdout
 
 
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
+def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_ENGINE", "/bin/false")  # never reached
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     newer = tmp_path / "newer"
@@ -246,8 +248,6 @@ def test_engine_error_is_one_line_with_its_code(fake_engine: FakeEngine) -> None
 
 def test_ctrl_c_and_sigterm_are_8(fake_engine: FakeEngine) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        import threading
-
         asked, answer = threading.Event(), threading.Event()
 
         def stat(fields: dict[str, Any], payload: bytes, asked: Any = asked, answer: Any = answer) -> None:
@@ -303,7 +303,7 @@ def test_doctor_sees_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_doctor_sees_a_mount_whose_engine_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gone = doctor.headrace_mounts.__globals__["MountPoint"](
-        b"/vol", os.fsencode(tmp_path / "m"), b"fuse.headrace"
+        b"headrace:/vol", os.fsencode(tmp_path / "m"), b"fuse.headrace"
     )
     monkeypatch.setattr(doctor, "headrace_mounts", lambda: [gone])
     findings = [finding for finding in doctor.examine(None) if finding.check == "mounts"]

@@ -35,7 +35,7 @@ const FORMAT: i32 = 1;
 pub const VERSION_KEY: &[u8] = b"C";
 
 /// What a committed row costs in the write-ahead log is whole pages, so a small page makes a small fsync.
-pub const PAGE_BYTES: usize = 8192;
+pub const PAGE_BYTES: usize = 4096;
 
 const CHECKSUM_BYTES: usize = 4;
 /// Nobody else opens the file, so waits are for recovery and checkpoints only.

@@ -1,5 +1,6 @@
 //! The command line, read whole before anything is done.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use lexopt::{Error, Parser, ValueExt};
 pub const USAGE: &str = "\
 usage: headraced create --volume DIR
        headraced serve --volume DIR [--system] [--memory-bytes N] [--idle-exit-seconds N] [--ready-fd N]
-       headraced workload NAME --json-options JSON
+       headraced workload PHASE --target DIR [options]
        headraced version
 
 create    makes a new volume in a new or empty folder
@@ -19,15 +20,18 @@ serve     serves a volume until SIGTERM
             --memory-bytes N       for all buffers together; default 268435456
             --idle-exit-seconds N  leaves when unused for so long; default 0: never
             --ready-fd N           where one line of JSON says that it serves; default: standard output
-workload  runs a workload of `headrace bench`";
+workload  runs one phase of `headrace bench`; workload --help says which";
 
 #[derive(Debug, PartialEq)]
 pub enum Command {
     Help,
     Version,
-    Create { volume: PathBuf },
+    Create {
+        volume: PathBuf,
+    },
     Serve(Serve),
-    Workload { name: String, options: String },
+    /// The rest of the line is the driver's own.
+    Workload(Vec<OsString>),
 }
 
 #[derive(Debug, PartialEq)]
@@ -50,7 +54,7 @@ pub fn parse(mut parser: Parser) -> Result<Command, Error> {
     match command.as_str() {
         "create" => create(parser),
         "serve" => serve(parser).map(Command::Serve),
-        "workload" => workload(parser),
+        "workload" => Ok(Command::Workload(parser.raw_args()?.collect())),
         "version" => end(parser).map(|()| Command::Version),
         "help" => Ok(Command::Help),
         other => Err(format!("there is no command {other:?}").into()),
@@ -107,21 +111,6 @@ fn serve(mut parser: Parser) -> Result<Serve, Error> {
     Ok(serve)
 }
 
-fn workload(mut parser: Parser) -> Result<Command, Error> {
-    let (mut name, mut options) = (None, None);
-    while let Some(argument) = parser.next()? {
-        match argument {
-            Value(value) if name.is_none() => name = Some(value.string()?),
-            Long("json-options") => options = Some(parser.value()?.string()?),
-            other => return Err(other.unexpected()),
-        }
-    }
-    Ok(Command::Workload {
-        name: required(name, "NAME")?,
-        options: required(options, "--json-options JSON")?,
-    })
-}
-
 fn required<T>(value: Option<T>, what: &str) -> Result<T, Error> {
     value.ok_or_else(|| format!("{what} is missing").into())
 }
@@ -168,8 +157,8 @@ mod tests {
         assert_eq!((serve.idle_exit, serve.memory_bytes), (None, MEMORY_BYTES_DEFAULT));
         assert!(USAGE.contains(&MEMORY_BYTES_DEFAULT.to_string()));
         assert_eq!(
-            parsed(&["workload", "small-files", "--json-options", "{}"]),
-            Ok(Command::Workload { name: "small-files".into(), options: "{}".into() })
+            parsed(&["workload", "read", "--target", "d"]),
+            Ok(Command::Workload(["read", "--target", "d"].map(OsString::from).to_vec()))
         );
     }
 
@@ -183,7 +172,6 @@ mod tests {
             (&["serve", "--volume", "/v", "--memory-bytes", "much"], "much"),
             (&["serve", "--volume", "/v", "--ready-fd", "1"], "standard streams"),
             (&["create", "--volume", "/v", "extra"], "extra"),
-            (&["workload", "--json-options", "{}"], "NAME is missing"),
         ] {
             let error = parsed(arguments).unwrap_err();
             assert!(error.contains(why), "{error}");

@@ -3,7 +3,7 @@
 //! ```text
 //! headraced create --volume DIR
 //! headraced serve --volume DIR [--system] [--memory-bytes N] [--idle-exit-seconds N] [--ready-fd N]
-//! headraced workload NAME --json-options JSON
+//! headraced workload PHASE --target DIR [options]
 //! headraced version
 //! ```
 //! `serve` runs in the foreground; who wants it in the background starts it there. When it serves, or cannot, it
@@ -12,6 +12,7 @@
 
 mod arguments;
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -35,12 +36,15 @@ fn main() -> ExitCode {
     };
     match command {
         Command::Help => print_line(USAGE),
-        Command::Version => print_line(&format!("headraced {}", env!("CARGO_PKG_VERSION"))),
+        Command::Version => print_line(&format!("headraced {} {BUILD}", env!("CARGO_PKG_VERSION"))),
         Command::Create { volume } => create(&volume),
         Command::Serve(serve_options) => serve(serve_options),
-        Command::Workload { name, options } => workload(&name, &options),
+        Command::Workload(arguments) => workload(arguments),
     }
 }
+
+/// A benchmark of the other kind means nothing.
+const BUILD: &str = if cfg!(debug_assertions) { "dev" } else { "release" };
 
 fn print_line(text: &str) -> ExitCode {
     match writeln!(std::io::stdout(), "{text}") {
@@ -144,10 +148,14 @@ fn say(ready: Option<File>, line: &Value) -> std::io::Result<()> {
     }
 }
 
-fn workload(name: &str, options: &str) -> ExitCode {
-    let error = Error::invalid(format!("there is no workload {name:?} in this build (options {options})"));
-    print_line(&error_json(&error).to_string());
-    ExitCode::FAILURE
+fn workload(arguments: Vec<OsString>) -> ExitCode {
+    match headrace_workload::run(arguments.into_iter()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            print_line(&error_json(&error).to_string());
+            ExitCode::FAILURE
+        }
+    }
 }
 
 fn log_to_stderr() {

@@ -52,8 +52,10 @@ from headrace.policy.order import permute
 from headrace.units import format_bytes, format_count, format_seconds
 
 BATCH_SIZE_MAX = 256
-# A batch of large samples stays small enough to be held several times.
-BATCH_BYTES_MAX = 64 << 20
+# A batch of large samples stays small enough for an engine to hold several within its default budget.
+BATCH_BYTES_MAX = 20 << 20
+# Batches get about a third of an engine's budget, and several are held at once.
+_BUDGET_PER_BATCH = 24
 # Enough steps for a p99; short enough that six cold epochs of a slow disk fit into the demo's three minutes.
 SAMPLES_PER_EPOCH_MAX = 20_000
 EPOCH_SECONDS_MAX = 12.0
@@ -196,6 +198,20 @@ def _steps(
         outcome.imported.append(_import(tree, volume, say))
     outcome.import_seconds = (monotonic_ns() - begin) / 1e9
 
+    dataset = volume.seal("/")
+    outcome.seal, outcome.samples, outcome.sample_bytes = dataset.seal, len(dataset), dataset.nbytes
+    if not len(dataset):
+        raise Invalid("there is not one regular file in the source: nothing to train on")
+    say(f"Sealed as a data set of {format_count(len(dataset))} samples, {format_bytes(dataset.nbytes)}.")
+    outcome.batch_size, largest_bytes = _batch_size(dataset)
+    if largest_bytes > BATCH_BYTES_MAX:
+        # One sample alone is more than an engine plans for: this one gets the memory to hold a few.
+        with interruptions_later():
+            engine.stop(path)
+            engine.start(
+                path, idle_exit_seconds=_IDLE_EXIT_SECONDS, memory_bytes=largest_bytes * _BUDGET_PER_BATCH
+            )
+
     mountpoint = _mount(volume, folder, cleanup, outcome, say)
 
     begin = monotonic_ns()
@@ -213,11 +229,6 @@ def _steps(
     for line in _compared_lines(outcome):
         say(line)
 
-    dataset = volume.seal("/")
-    outcome.seal, outcome.samples, outcome.sample_bytes = dataset.seal, len(dataset), dataset.nbytes
-    if not len(dataset):
-        raise Invalid("there is not one regular file in the source: nothing to train on")
-    say(f"Sealed as a data set of {format_count(len(dataset))} samples, {format_bytes(dataset.nbytes)}.")
     _epochs(volume, dataset, trees, mountpoint, outcome, say)
     outcome.engine_resident_bytes = volume.status().resident_bytes
 
@@ -341,11 +352,9 @@ def _epochs(
     outcome: Outcome,
     say: Callable[[str], None],
 ) -> None:
-    count = len(dataset)
-    mean_bytes = dataset.nbytes / count
-    batch_size = max(1, min(BATCH_SIZE_MAX, int(BATCH_BYTES_MAX / max(mean_bytes, 1)), count // 8))
-    outcome.batch_size = batch_size
-    outcome.compute_seconds = SimulatedAccelerator.for_batches(batch_size, mean_bytes).compute_seconds
+    count, batch_size = len(dataset), outcome.batch_size
+    accelerator = SimulatedAccelerator.for_batches(batch_size, dataset.nbytes / count)
+    outcome.compute_seconds = accelerator.compute_seconds
     if count > SAMPLES_PER_EPOCH_MAX:
         outcome.notes.append(
             f"an epoch here is the first {format_count(SAMPLES_PER_EPOCH_MAX)} samples of the shuffled order "
@@ -386,6 +395,20 @@ def _epochs(
                 outcome.notes.append(f"{name}, epoch {epoch + 1}: stopped after {EPOCH_SECONDS_MAX:.0f} s")
             previous = outcome.ways.get(name)
             outcome.ways[name] = result if previous is None else previous + result
+
+
+def _batch_size(dataset: Dataset) -> tuple[int, int]:
+    """A batch size and the bytes of the largest batch that it makes: below BATCH_BYTES_MAX, or little more
+    than the largest sample alone. At least 8 steps an epoch, if there are so many samples."""
+    count = len(dataset)
+    enough = max(BATCH_BYTES_MAX, int(dataset.sizes.max()) * 5 // 4)
+    batch_size = max(1, min(BATCH_SIZE_MAX, count // 8))
+    while True:
+        batches = (batch for epoch in range(EPOCHS) for batch in _order(count, batch_size, epoch))
+        largest = max(int(dataset.sizes[batch].sum()) for batch in batches)
+        if largest <= enough or batch_size == 1:
+            return batch_size, largest
+        batch_size //= 2
 
 
 def _order(count: int, batch_size: int, epoch: int) -> list[NDArray[np.uint64]]:

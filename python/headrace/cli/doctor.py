@@ -328,9 +328,10 @@ def _mounts() -> Iterator[Finding]:
 
 
 def _mount_trouble(path: bytes) -> str | None:
-    """Why a mount does not answer. Asked from a child: this process must not hang with it."""
+    """Why a mount does not answer. Asked from a child: this process must not hang with it. By statvfs, which
+    no kernel answers from its caches."""
     script = (
-        "import os, sys\ntry:\n os.stat(os.fsencode(sys.argv[1]))\nexcept OSError as e:\n sys.exit(e.errno)"
+        "import os, sys\ntry: os.statvfs(os.fsencode(sys.argv[1]))\nexcept OSError as e: sys.exit(e.errno)"
     )
     child = subprocess.Popen(
         [sys.executable, "-S", "-E", "-c", script, os.fsdecode(path)],

@@ -57,3 +57,39 @@ def assert_one_line(done: subprocess.CompletedProcess[str], code: int, *words: s
     assert done.stderr.startswith("headrace: ") and done.stderr.count("\n") == 1, done.stderr
     for word in words:
         assert word in done.stderr, done.stderr
+
+
+def run_as(user: int, *arguments: str | os.PathLike[str]) -> subprocess.CompletedProcess[str]:
+    """The same command in a forked child that has become another user, who may not be able to start Python
+    from where it is installed."""
+    import tempfile
+
+    from headrace.cli import import_command, listing, main  # loaded before the rights to read them go
+
+    assert import_command and listing
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        pid = os.fork()
+        if pid == 0:
+            code = 70
+            try:
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+                sys.argv = ["headrace", *map(os.fspath, arguments)]
+                os.setgroups([])
+                os.setgid(user)
+                os.setuid(user)
+                code = main._run()
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(
+            list(map(str, arguments)),
+            os.waitstatus_to_exitcode(status),
+            out.read().decode(),
+            err.read().decode(),
+        )

@@ -10,12 +10,13 @@ import signal
 import stat
 import subprocess
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import COMMAND, assert_one_line, run, run_json, run_on_terminal
+from command import COMMAND, assert_one_line, run, run_as, run_json, run_on_terminal
 
 import headrace
 from headrace.cli.compare import MountedCopy, VolumeCopy, compare_trees
@@ -23,6 +24,7 @@ from headrace.cli.mounts import headrace_mounts
 from headrace.client import engine as engine_process
 
 IS_ROOT = os.geteuid() == 0
+OTHER_USER = 12345
 CIFAR = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "cifar10-test.tar.xz"
 
 
@@ -202,44 +204,52 @@ def test_cifar_is_imported_byte_for_byte(made: str, tmp_path: Path) -> None:
     assert found.files == report["files"]
 
 
+@pytest.fixture
+def home(engine_binary: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that another user may reach and write to, with an engine that this user may run."""
+    path = Path(tempfile.mkdtemp(prefix="headrace-home-"))
+    path.chmod(0o755)
+    shutil.copy(engine_binary, path / "headraced")
+    monkeypatch.setenv("HEADRACE_ENGINE", str(path / "headraced"))
+    (path / "own").mkdir()
+    os.chown(path / "own", OTHER_USER, OTHER_USER)
+    yield path
+    run_as(OTHER_USER, "down", str(path / "own" / "vol"))
+    shutil.rmtree(path)
+
+
 @pytest.mark.skipif(not IS_ROOT, reason="needs root to become another user")
-def test_import_by_another_user_names_what_it_may_not_read(tmp_path: Path, engine_binary: str) -> None:
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents:
-        if os.stat(parent).st_uid == 0 and not os.stat(parent).st_mode & stat.S_IXOTH:
-            parent.chmod(0o711)
-    home = tmp_path / "home"
-    home.mkdir()
-    os.chown(home, 12345, 12345)
-    source = tmp_path / "source"
+def test_import_by_another_user_names_what_it_may_not_read(home: Path) -> None:
+    source = home / "source"
     source.mkdir()
     (source / "mine").write_text("open to all")
     (source / "secret").write_text("root's")
     (source / "secret").chmod(0o600)
     (source / "closed").mkdir(mode=0o700)
-    (source / "locked").mkdir(mode=0o555)
+    (source / "locked").mkdir()
     (source / "locked" / "inside").write_text("x")
-    volume = str(home / "vol")
-    user = {
-        "user": 12345,
-        "group": 12345,
-        "extra_groups": [],
-        "env": {**os.environ, "HEADRACE_ENGINE": engine_binary},
-    }
-    try:
-        assert run("create", volume, **user).returncode == 0
-        done = run("import", source, f"{volume}:/data", **user)
-        assert done.returncode == 6, done.stderr
+    (source / "locked").chmod(0o555)
+    volume = str(home / "own" / "vol")
+    assert run_as(OTHER_USER, "create", volume).returncode == 0
+    for _ in range(2):
+        done = run_as(OTHER_USER, "import", source, f"{volume}:/data")
+        assert done.returncode == 6, done
         assert "not imported: secret: cannot be opened: permission denied" in done.stderr
         assert "not imported: closed: cannot be read as a directory: permission denied" in done.stderr
         assert "2 entries were not imported" in done.stderr
-        entries = {entry["name"]: entry for entry in run_json("ls", f"{volume}:/data", **user)["entries"]}
-        assert set(entries) == {"mine", "closed", "locked"}
-        assert {entry["uid"] for entry in entries.values()} == {12345}
-        assert entries["locked"]["mode"] == 0o555
-        assert run("import", source, f"{volume}:/data", **user).returncode == 6
+    listed = json.loads(run_as(OTHER_USER, "ls", f"{volume}:/data", "--json").stdout)
+    entries = {entry["name"]: entry for entry in listed["entries"]}
+    assert set(entries) == {"mine", "closed", "locked"}
+    assert {entry["uid"] for entry in entries.values()} == {OTHER_USER}
+    assert entries["locked"]["mode"] == 0o555 and entries["closed"]["mode"] == 0o700
+    # And the other way round: what is not this user's is refused in one line.
+    roots = str(home / "roots")
+    assert run("create", roots).returncode == 0
+    try:
+        run("up", roots)
+        assert_one_line(run_as(OTHER_USER, "ls", roots), 4, "root")
     finally:
-        run("down", volume, **user)
+        run("down", roots)
 
 
 def test_ls_stat_du_seal(made: str, tree: Path) -> None:
@@ -323,7 +333,7 @@ def test_bench_of_a_mount_beside_the_disk(made: str, mountpoint: str, tmp_path: 
 def test_bench_of_the_loader(made: str, tree: Path) -> None:
     run_json("import", tree, f"{made}:/data")
     report = run_json(
-        "bench", "loader", "--volume", made, "--path", "/data", "--batch", "32", "--rounds", "1"
+        "bench", "loader", "--volume", made, "--path", "/data/class1", "--batch", "16", "--rounds", "1"
     )
     assert report["target"]["samples_warm_per_s"]["1"] > 0
     assert (report["target"]["samples_cold_per_s"]["1"] is None) == (not IS_ROOT)

@@ -152,7 +152,7 @@ impl Shared {
             None => self.readers.take()?.reader()?.get(key, None)?,
         };
         let overlay = read(&self.overlay);
-        if overlay.generation == generation {
+        if true {
             self.cache.put(key, value.as_deref());
         }
         Ok(value)
@@ -187,7 +187,7 @@ impl Shared {
             answers[missed] = reader.get(&keys[missed], frozen)?;
         }
         let overlay = read(&self.overlay);
-        if overlay.generation == generation {
+        if true {
             for &missed in &missing {
                 if frozen.is_none() || !key::is_versioned(&keys[missed]) {
                     self.cache.put(&keys[missed], answers[missed].as_deref());

@@ -23,6 +23,8 @@ warnings.simplefilter("error")
 # The CUDA build of torch on a machine without a GPU has something to say about that; nothing to do with us.
 warnings.filterwarnings("ignore", message=".*CUDA.*")
 warnings.filterwarnings("ignore", message=".*pin_memory.*")
+# Four workers are the promise, also on a machine with two cores.
+warnings.filterwarnings("ignore", message=".*worker processes in total.*")
 
 BATCH = 32
 

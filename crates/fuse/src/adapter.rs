@@ -769,6 +769,28 @@ mod tests {
     use super::*;
 
     #[test]
+    fn every_request_is_answered_also_when_its_handler_panics() {
+        let folder = tempfile::tempdir().unwrap();
+        Volume::create(folder.path()).unwrap();
+        let options = headrace_volume::VolumeOptions { memory_bytes_max: 64 << 20, open_files_max: 16 };
+        let volume = Volume::open(folder.path(), options).unwrap();
+        let origin = volume.new_origin();
+        let adapter = Adapter::new(volume, origin, Arc::default(), Arc::default());
+        let root = INodeNo(1);
+        assert_eq!(
+            adapter.run(Operation::Read, root, || -> Result<()> { panic!("by a test") }),
+            Err(Errno::EIO)
+        );
+        assert_eq!(adapter.run(Operation::Read, root, || Ok(7)), Ok(7));
+        let missing = adapter.run(Operation::Getattr, root, || adapter.volume.getattr(Ino(1 << 40)));
+        assert_eq!(missing.map(drop), Err(Errno::ENOENT));
+        assert_eq!(adapter.counters.all(), 3);
+        adapter.refusing.store(true, Ordering::Release);
+        assert_eq!(adapter.run(Operation::Read, root, || Ok(7)), Err(Errno::ENOTCONN));
+        adapter.volume.close().unwrap();
+    }
+
+    #[test]
     fn open_modes_follow_the_flags() {
         assert_eq!(open_mode(0), OpenMode::READ);
         assert_eq!(open_mode(1), OpenMode { read: false, write: true, truncate: false });

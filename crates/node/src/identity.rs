@@ -7,6 +7,7 @@
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 
 use headrace_base::error::errno;
 use headrace_base::{Error, Result};
@@ -101,6 +102,11 @@ fn process_of(socket: &UnixStream, pid: i32) -> Result<Option<OwnedFd>> {
 fn groups(pid: i32) -> Result<Vec<u32>> {
     let path = format!("/proc/{pid}/status");
     let text = std::fs::read(&path).map_err(|cause| {
+        if matches!(cause.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
+            && Path::new("/proc/self/status").exists()
+        {
+            return gone(pid);
+        }
         Error::errno(errno::EACCES, format!("the groups of process {pid} cannot be read ({path}: {cause})"))
             .with_cause(cause)
     })?;

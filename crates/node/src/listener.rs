@@ -153,6 +153,10 @@ fn begin(node: &Arc<Node>, http: &HttpConnections, socket: Arc<UnixStream>) {
     let Some(first) = first_byte(&socket) else { return };
     let peer = match Peer::of(&socket) {
         Ok(peer) => peer,
+        Err(error) if error.raw_errno() == errno::ENOTCONN => {
+            tracing::debug!(%error, "there is nobody to serve any more");
+            return;
+        }
         Err(error) => {
             tracing::warn!(%error, "a connection was closed: it is not known whose it is");
             return;

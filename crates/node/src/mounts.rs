@@ -1,7 +1,7 @@
 //! The table of mounts: made and ended by clients, ended all at the engine's end.
 //!
 //! A mount that the kernel has ended by itself (somebody ran `umount`) is noticed at the next look and leaves
-//! the table.
+//! the table. Beginnings and ends are logged by the mount itself.
 
 use std::collections::BTreeMap;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -41,7 +41,8 @@ impl Mounts {
         let path = given
             .canonicalize()
             .map_err(|cause| Error::io(format_args!("mount on {}", given.display()), cause))?;
-        if path.starts_with(volume.folder()) || volume.folder().starts_with(&path) {
+        let folder = volume.folder().canonicalize().unwrap_or_else(|_| volume.folder().to_owned());
+        if path.starts_with(&folder) || folder.starts_with(&path) {
             return Err(Error::invalid(format!(
                 "mountpoint {} and the volume's folder {} lie in each other: choose a folder elsewhere",
                 path.display(),
@@ -68,7 +69,6 @@ impl Mounts {
         match made {
             Ok(mount) => {
                 let notes = mount.notes().to_vec();
-                tracing::info!(mountpoint = %path.display(), read_only, allow_other, "mounted");
                 table.insert(path.clone(), Some(mount));
                 Ok(message::Mounted { mountpoint: bytes(path), notes })
             }
@@ -109,7 +109,6 @@ impl Mounts {
             return outcome;
         }
         table.remove(&path);
-        tracing::info!(mountpoint = %path.display(), "unmounted");
         Ok(())
     }
 
@@ -137,9 +136,8 @@ impl Mounts {
         let table = std::mem::take(&mut *self.lock());
         for (path, mount) in table {
             let Some(mount) = mount else { continue };
-            match mount.stop(BUSY_PATIENCE) {
-                Ok(()) => tracing::info!(mountpoint = %path.display(), "unmounted"),
-                Err(error) => tracing::warn!(mountpoint = %path.display(), %error, "not unmounted cleanly"),
+            if let Err(error) = mount.stop(BUSY_PATIENCE) {
+                tracing::warn!(mountpoint = %path.display(), %error, "not unmounted cleanly");
             }
         }
     }

@@ -1,5 +1,7 @@
 //! Mounts made and ended over the socket.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
 mod common;
 
 use common::{Running, path};

@@ -1,7 +1,10 @@
 //! Requests over the real socket to a real volume.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
 mod common;
 
+use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -268,6 +271,52 @@ fn a_connection_that_makes_no_sense_is_ended_and_the_engine_goes_on() {
     }
     let mut client = engine.client();
     common::until("those connections are gone", || client.status().clients == 1);
+}
+
+/// Every request of the golden file with bytes changed, cut and added: an answer comes, or the connection ends,
+/// and nothing fails inside.
+#[test]
+fn damaged_requests_never_break_the_engine() {
+    let engine = Running::start();
+    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/wire.json");
+    let golden: HashMap<String, String> = serde_json::from_slice(&std::fs::read(golden).unwrap()).unwrap();
+    let mut state = 88_172_645_463_325_252_u64;
+    let mut random = move || {
+        // xorshift64 (Marsaglia): the same damage in every run.
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state as usize
+    };
+    let mut answered = 0;
+    for (name, hex) in golden.iter().filter(|(name, _)| name.starts_with("request.")) {
+        if ["request.shutdown", "request.mount", "request.unmount"].contains(&name.as_str()) {
+            continue;
+        }
+        let whole: Vec<u8> =
+            (0..hex.len() / 2).map(|k| u8::from_str_radix(&hex[2 * k..2 * k + 2], 16).unwrap()).collect();
+        for _ in 0..40 {
+            let mut meta = whole.clone();
+            for _ in 0..random() % 4 {
+                let at = random() % meta.len();
+                meta[at] = random() as u8;
+            }
+            if random() % 5 == 0 {
+                meta.truncate(random() % meta.len());
+            }
+            let payload = vec![random() as u8; random() % 40];
+            let mut client = engine.client();
+            client.socket.set_read_timeout(Some(std::time::Duration::from_secs(5))).unwrap();
+            client.send_raw(&meta, &payload);
+            if let Some(frame) = client.receive() {
+                answered += 1;
+                let text = String::from_utf8_lossy(&frame.meta);
+                assert!(!text.contains("failed in the engine"), "{name} {meta:?}: {text}");
+            }
+        }
+    }
+    assert!(answered > 1000, "{answered}");
+    engine.client().status();
 }
 
 #[test]

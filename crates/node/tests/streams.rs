@@ -1,5 +1,7 @@
 //! Loaders over the real socket: order, memory, and what a client leaves behind.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
 mod common;
 
 use std::collections::HashMap;
@@ -255,6 +257,7 @@ fn a_damaged_sample_is_named_and_never_served() {
 
 /// Not a test by itself: what other processes do, started by the tests below.
 #[test]
+#[allow(clippy::zombie_processes, reason = "it is killed before its child ends")]
 fn child() {
     let Ok(role) = std::env::var("HEADRACE_TEST_CHILD") else { return };
     let folder = std::path::PathBuf::from(std::env::var("HEADRACE_TEST_FOLDER").unwrap());
@@ -326,8 +329,7 @@ fn ready_line(child: &mut std::process::Child) -> Option<String> {
 #[test]
 fn a_killed_client_frees_what_it_held_although_its_child_has_the_socket() {
     let (engine, mut client, seal) = engine_with_samples(200);
-    let mut child =
-        start_child(&engine, "holds_a_stream", &seal);
+    let mut child = start_child(&engine, "holds_a_stream", &seal);
     let line = ready_line(&mut child).expect("the child has a stream");
     let grandchild: i32 = line.split_whitespace().rev().nth(1).unwrap().parse().unwrap();
     assert_eq!(client.status().streams, 1);

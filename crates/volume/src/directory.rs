@@ -9,6 +9,7 @@ use headrace_format::key::{self, name_of};
 use headrace_format::record::{Dentry, FileKind};
 use headrace_meta::At;
 
+use crate::live::Pin;
 use crate::types::DirItem;
 use crate::volume::Volume;
 
@@ -18,7 +19,9 @@ const CHUNK: usize = 1024;
 impl Volume {
     pub fn open_dir(self: &Arc<Self>, ino: Ino) -> Result<OpenDir> {
         let parent = self.directory_inode(ino)?.parent;
-        Ok(OpenDir { volume: Arc::clone(self), ino, parent, listing: Mutex::default() })
+        let pin = self.live.pin(&*self.store, ino)?;
+        pin.lock().opens += 1;
+        Ok(OpenDir { volume: Arc::clone(self), pin, parent, listing: Mutex::default() })
     }
 
     /// Names of a directory greater than `after`, in byte order. Cursors are of no use here and are 0.
@@ -55,14 +58,14 @@ struct Listing {
 #[derive(Debug)]
 pub struct OpenDir {
     volume: Arc<Volume>,
-    ino: Ino,
+    pin: Pin,
     parent: Ino,
     listing: Mutex<Listing>,
 }
 
 impl OpenDir {
     pub fn ino(&self) -> Ino {
-        self.ino
+        self.pin.ino
     }
 
     /// "." and ".." first, then names in byte order. `cursor` 0 starts anew; at most `limit` items.
@@ -70,7 +73,7 @@ impl OpenDir {
         let mut listing = self.listing.lock().unwrap_or_else(PoisonError::into_inner);
         if cursor == 0 {
             *listing = Listing::default();
-            for (name, ino) in [(b".".to_vec(), self.ino), (b"..".to_vec(), self.parent)] {
+            for (name, ino) in [(b".".to_vec(), self.pin.ino), (b"..".to_vec(), self.parent)] {
                 let cursor = listing.items.len() as u64 + 1;
                 listing.items.push(DirItem { name, ino, kind: FileKind::Directory, cursor });
             }
@@ -81,7 +84,7 @@ impl OpenDir {
                 [_, _, .., last] => Some(last.name.clone()),
                 _ => None,
             };
-            let more = self.volume.names_after(self.ino, after.as_deref(), CHUNK, At::Latest)?;
+            let more = self.volume.names_after(self.pin.ino, after.as_deref(), CHUNK, At::Latest)?;
             listing.complete = more.len() < CHUNK;
             for mut item in more {
                 item.cursor = listing.items.len() as u64 + 1;
@@ -90,5 +93,11 @@ impl OpenDir {
         }
         let items = listing.items.get(start..).unwrap_or_default();
         Ok(items[..items.len().min(limit)].to_vec())
+    }
+}
+
+impl Drop for OpenDir {
+    fn drop(&mut self) {
+        self.pin.lock().opens -= 1;
     }
 }

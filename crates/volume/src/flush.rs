@@ -15,7 +15,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use headrace_base::{Error, Ino, Kind, MIB, Result, SegmentId, SessionId, crash, time};
@@ -180,6 +180,9 @@ pub struct Flusher {
     pub gate: Gate,
     queue: Mutex<Queue>,
     wake: Condvar,
+    /// Shared while bytes are put into the metadata store; exclusive while that must not be. Taken before any
+    /// inode's lock.
+    inline_gate: RwLock<()>,
 }
 
 /// One inode in the middle of its flush.
@@ -229,7 +232,13 @@ impl Flusher {
             gate: Gate::new(dirty_bytes_max),
             queue: Mutex::default(),
             wake: Condvar::new(),
+            inline_gate: RwLock::new(()),
         }
+    }
+
+    /// Keeps fsyncs from putting bytes into the metadata store until it is dropped: they wait.
+    pub fn hold_inline(&self) -> RwLockWriteGuard<'_, ()> {
+        self.inline_gate.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until `bytes` more may be dirty. Full (or what else the flusher met) while it cannot write.
@@ -314,6 +323,7 @@ impl Flusher {
     /// fsync of one inode. What was written before the call is durable when it returns.
     pub fn fsync(&self, pin: &Pin) -> Result<()> {
         let road = {
+            let _gate = self.inline_gate.read().unwrap_or_else(PoisonError::into_inner);
             let mut state = pin.lock_idle();
             if let Some(message) = state.lost.take() {
                 return Err(Error::internal(message));

@@ -155,8 +155,10 @@ impl Volume {
     pub fn getattr(&self, ino: Ino) -> Result<Attr> {
         if let Some(pin) = self.live.find(ino) {
             let state = pin.lock();
-            if state.inode.kind != FileKind::Directory {
-                return if state.removed { Err(no_inode(ino)) } else { Ok(state.attr(ino)) };
+            // A removed directory that is open still answers, as a removed file does.
+            if state.inode.kind != FileKind::Directory || (state.removed && state.opens > 0) {
+                let gone = state.removed && state.opens == 0;
+                return if gone { Err(no_inode(ino)) } else { Ok(state.attr(ino)) };
             }
         }
         let inode = load_inode(&*self.store, ino, At::Latest)?.ok_or_else(|| no_inode(ino))?;
@@ -518,10 +520,20 @@ impl Volume {
             Err(CommitError::Failed(error)) => return Err(error),
             Err(CommitError::Conflict(_)) => return Err(not_empty(name)),
         }
+        self.forget_directory(dentry.ino);
         self.changes.tell(origin, || {
             vec![Change::Entry(parent, name.to_vec()), Change::Inode(parent), Change::Inode(dentry.ino)]
         });
         Ok(())
+    }
+
+    /// A directory was removed; whoever has it open still may look at it.
+    fn forget_directory(&self, ino: Ino) {
+        if let Some(pin) = self.live.find(ino) {
+            let mut state = pin.lock();
+            state.removed = true;
+            state.inode.nlink = 0;
+        }
     }
 
     pub fn rename(
@@ -679,6 +691,10 @@ impl Volume {
         }
         if let (Some(pin), Some(state), Some(after)) = (&replaced, &mut replaced_state, dropped) {
             self.dropped(pin, state, after);
+        }
+        drop((moved_state, replaced_state));
+        if let Some((target, _)) = target.filter(|(target, _)| target.kind == FileKind::Directory) {
+            self.forget_directory(target.ino);
         }
         Ok(())
     }

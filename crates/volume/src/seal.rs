@@ -1,12 +1,13 @@
 //! Freezing a subtree. The store ends its version: from then on that version never changes, so the sample table
 //! can be written at leisure, and again if a crash came between.
 //!
-//! 1. all dirty bytes go to segments and are committed; 2. the seal's record and the new version are one durable
+//! 1. all dirty bytes, and those that ride in the metadata store, go to segments and are committed; 2. the seal's record and the new version are one durable
 //! commit; 3. the manifest is written from the frozen version under a temporary name, made durable, renamed.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{BufWriter, Write as _};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -21,7 +22,6 @@ use headrace_meta::{At, Commit, CommitError, Write};
 use serde_bytes::ByteBuf;
 
 use crate::by_path::Access;
-use crate::flush::read_inline;
 use crate::live::{load_extents, no_inode};
 use crate::namespace::not_a_directory;
 use crate::sealed::SealedView;
@@ -45,7 +45,11 @@ impl Volume {
             return Err(not_a_directory(path).context("only a directory can be sealed"));
         }
         self.check_tree(who, root.clone())?;
+        // A manifest is passed to whoever may list the tree: no file's bytes may stand in it. So nothing may ride
+        // in the metadata store when the version ends, and nothing new until then.
+        let no_inline = self.flusher.hold_inline();
         self.flusher.flush_all()?;
+        self.flusher.move_inline(self.flusher.take_inline())?;
         let id = SealId::generate();
         let seal = Seal {
             version: self.store.version(),
@@ -61,6 +65,7 @@ impl Volume {
             Err(CommitError::Failed(error)) => return Err(error),
             Err(CommitError::Conflict(_)) => return Err(Error::internal("two seals have one id")),
         };
+        drop(no_inline);
         let seal = Seal { version, ..seal };
         crash::point("after-seal");
         self.write_manifest(id, &seal)?;
@@ -169,6 +174,7 @@ impl Volume {
             .write(true)
             .create(true)
             .truncate(true)
+            .mode(0o600)
             .open(&scratch_path)
             .map_err(|cause| Error::io(format_args!("make {}", scratch_path.display()), cause))?;
         // It has no name from here on, so nothing is left of it whatever happens.
@@ -176,7 +182,14 @@ impl Volume {
             .map_err(|cause| Error::io(format_args!("unlink {}", scratch_path.display()), cause))?;
         let mut writer = manifest::ManifestWriter::new(&seal.path, scratch)?;
         self.add_tree(&mut writer, seal)?;
-        let file = File::create(&temporary).map_err(|cause| io("make", cause))?;
+        // Names and sizes are nobody's business but the engine's; clients get a descriptor.
+        let file = File::options()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&temporary)
+            .map_err(|cause| io("make", cause))?;
         let mut out = BufWriter::with_capacity(1 << 20, file);
         writer.finish(manifest::Seal { seal: id, version: seal.version, created: seal.created }, &mut out)?;
         out.flush().map_err(|cause| io("write", cause))?;
@@ -225,12 +238,9 @@ impl Volume {
                 continue;
             }
             let extents = load_extents(&*self.store, ino, &inode, at)?;
-            let inline = extents
-                .iter()
-                .filter(|extent| matches!(extent.place, Place::Inline { .. }))
-                .map(|extent| read_inline(&*self.store, ino, extent, at))
-                .collect::<Result<Vec<_>>>()?;
-            let inline: Vec<&[u8]> = inline.iter().map(Vec::as_slice).collect();
+            if extents.iter().any(|extent| matches!(extent.place, Place::Inline { .. })) {
+                return Err(Error::internal(format!("inode {ino}: a sealed version holds inline bytes")));
+            }
             writer.sample(manifest::Sample {
                 directory: row,
                 path: &path,
@@ -241,7 +251,7 @@ impl Volume {
                 gid: inode.gid,
                 ino,
                 extents: &extents,
-                inline: &inline,
+                inline: &[],
             })?;
         }
         Ok(())

@@ -258,6 +258,7 @@ def _trees(source: str | None, folder: str, say: Callable[[str], None]) -> list[
 
 def _unpack(archive: str, folder: str) -> None:
     """Unpacks for the comparison: like the import, nothing outside the target and all modes kept."""
+    links: list[tarfile.TarInfo] = []
 
     def inside(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
         if member.isdev() and os.geteuid() != 0:
@@ -268,11 +269,16 @@ def _unpack(archive: str, folder: str) -> None:
                 return None
         except tarfile.FilterError:
             return None
+        if member.issym():
+            links.append(checked)
         return checked.replace(mode=member.mode, deep=False)
 
     try:
         with tarfile.open(archive, errors="surrogateescape") as members:
             members.extractall(folder, filter=inside, numeric_owner=True)
+        for link in links:  # extractall gives them no times
+            path = os.path.join(folder, link.name)
+            os.utime(path, (link.mtime, link.mtime), follow_symlinks=False)
     except tarfile.TarError as error:
         raise Invalid(f"{archive} is neither a folder nor a whole tar archive: {error}") from error
 

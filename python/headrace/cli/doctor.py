@@ -171,17 +171,20 @@ def _engine() -> Finding:
         answer = subprocess.run([binary, "version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding("engine", Verdict.FAIL, f"{binary} does not run: {error}", "reinstall headrace")
-    words = answer.stdout.split()
-    found = f"{binary} {words[-1] if words else '(no version)'}"
+    # "headraced 0.1.0 release"
+    words = answer.stdout.split()[1:]
+    found = f"{binary}, {' '.join(words) or 'of no version'}"
     if answer.returncode != 0 or not words:
         return Finding("engine", Verdict.FAIL, f"{found}, exit {answer.returncode}", "reinstall headrace")
-    if words[-1] != __version__:
+    if words[0] != __version__:
         return Finding(
             "engine",
             Verdict.FAIL,
             f"{found}, but the Python package is {__version__}",
             "install both from one wheel, or run `make build`",
         )
+    if words[1:] == ["dev"]:
+        return Finding("engine", Verdict.WARN, f"{found}: a development build, slow", "run `make build`")
     return Finding("engine", Verdict.OK, found)
 
 

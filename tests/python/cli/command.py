@@ -74,7 +74,7 @@ def run_as(user: int, *arguments: str | os.PathLike[str]) -> subprocess.Complete
             try:
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
-                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
                 sys.argv = ["headrace", *map(os.fspath, arguments)]
                 os.setgroups([])
                 os.setgid(user)

@@ -38,8 +38,8 @@ pub const ACTIVE_BYTES_MAX: usize = 8 * MIB as usize;
 const RETRY_AFTER: Duration = Duration::from_millis(500);
 
 /// The log is copied into the database when it holds this much. Readers search one block of its index for every
-/// 4,096 pages, which is this.
-const CHECKPOINT_BYTES: u64 = 16 * MIB;
+/// 4,096 pages, which is this. (Tests fill less.)
+const CHECKPOINT_BYTES: u64 = if cfg!(test) { MIB } else { 16 * MIB };
 /// With writers that never rest, a checkpoint beside them never reaches the end of the log, and the log never
 /// starts over. At this size the last part is copied while writers wait (a few ms).
 const LOG_BYTES_MAX: u64 = 4 * CHECKPOINT_BYTES;
@@ -127,6 +127,12 @@ impl Writer {
             tracing::warn!(%error, "the metadata log stays beside its database");
         }
         Ok(())
+    }
+
+    fn log_is_long(&self) -> bool {
+        // An error here is for the checkpoint to tell: the commit is durable.
+        checkpoint(&self.connection, &self.path, "NOOP")
+            .is_ok_and(|log| log.bytes_pending() >= CHECKPOINT_BYTES)
     }
 
     pub fn session_key(&self) -> &Key {
@@ -338,7 +344,11 @@ impl Shared {
         transaction.commit().map_err(|cause| explain(&self.path, "commit", cause))?;
         crash::point("meta.after_commit");
         self.install(&layer, writer.session_key());
+        let log_is_long = writer.log_is_long();
         drop(writer);
+        if log_is_long {
+            self.wake_flusher(true);
+        }
         Ok(layer.last)
     }
 

@@ -8,12 +8,14 @@
 //! it takes the lock, never under it. Commits have a connection of their own, so that long scans cannot hold
 //! them up.
 
+use std::cmp::Ordering;
+use std::iter::Peekable;
 use std::path::{Path, PathBuf};
 use std::sync::{Condvar, Mutex};
 
 use headrace_base::{Error, Result, Version};
 use headrace_format::key::{self, Key};
-use rusqlite::{CachedStatement, Connection, Rows};
+use rusqlite::{CachedStatement, Connection, Rows, Transaction};
 
 use crate::store::{At, Value};
 
@@ -25,7 +27,8 @@ use super::{Shared, lock, read};
 const READERS_MAX: usize = 6;
 
 const GET: &str = "SELECT value FROM kv WHERE key=?1 AND version<=?2 ORDER BY version DESC LIMIT 1";
-const SCAN: &str = "SELECT key, value FROM kv WHERE key>=?1 AND key<?2 AND version<=?3 ORDER BY key, version";
+pub const SCAN: &str =
+    "SELECT key, value FROM kv WHERE key>=?1 AND key<?2 AND version<=?3 ORDER BY key, version";
 
 #[derive(Debug)]
 pub struct Reader {
@@ -46,7 +49,7 @@ impl Reader {
         explain(&self.path, "read", cause)
     }
 
-    fn prepare(&self, sql: &str) -> Result<CachedStatement<'_>> {
+    pub fn prepare(&self, sql: &str) -> Result<CachedStatement<'_>> {
         self.connection.prepare_cached(sql).map_err(|cause| self.explain(cause))
     }
 
@@ -151,11 +154,18 @@ impl Shared {
             Some(reader) => reader.get(key, None)?,
             None => self.readers.take()?.reader()?.get(key, None)?,
         };
-        let overlay = read(&self.overlay);
-        if true {
-            self.cache.put(key, value.as_deref());
-        }
+        self.fill(generation, [(key, value.as_deref())]);
         Ok(value)
+    }
+
+    /// Puts into the cache what the database had, unless rows were flushed since no layer had the keys.
+    pub fn fill<'a>(&self, generation: u64, rows: impl IntoIterator<Item = (&'a [u8], Option<&'a [u8]>)>) {
+        let overlay = read(&self.overlay);
+        if overlay.generation == generation {
+            for (key, value) in rows {
+                self.cache.put(key, value);
+            }
+        }
     }
 
     fn in_memory(&self, overlay: &Overlay, key: &[u8]) -> Option<Option<Value>> {
@@ -171,30 +181,34 @@ impl Shared {
             return Ok(answers);
         }
         let loan = self.readers.take()?;
-        let reader = loan.reader()?;
-        // Ends when dropped; it wrote nothing.
-        let _snapshot = reader.connection.unchecked_transaction().map_err(|cause| reader.explain(cause))?;
+        self.finish_many(self.pin_many(loan.reader()?, keys, at)?)
+    }
+
+    /// Answers what is in memory, and pins what the database has at this moment.
+    pub fn pin_many<'a>(&self, reader: &'a Reader, keys: &'a [Key], at: At) -> Result<Many<'a>> {
+        let snapshot = reader.connection.unchecked_transaction().map_err(|cause| reader.explain(cause))?;
+        let mut answers = vec![None; keys.len()];
         let overlay = read(&self.overlay);
         let frozen = overlay.frozen(at);
-        let generation = overlay.generation;
         let mut missing = self.answer(&overlay, keys, at, &mut answers);
         // Neighbours share pages.
         missing.sort_unstable_by(|left, right| keys[*left].cmp(&keys[*right]));
-        let Some((first, rest)) = missing.split_first() else { return Ok(answers) };
-        answers[*first] = reader.get(&keys[*first], frozen)?;
-        drop(overlay);
-        for &missed in rest {
-            answers[missed] = reader.get(&keys[missed], frozen)?;
+        if let Some(&first) = missing.first() {
+            answers[first] = reader.get(&keys[first], frozen)?;
         }
-        let overlay = read(&self.overlay);
-        if true {
-            for &missed in &missing {
-                if frozen.is_none() || !key::is_versioned(&keys[missed]) {
-                    self.cache.put(&keys[missed], answers[missed].as_deref());
-                }
-            }
+        let generation = overlay.generation;
+        Ok(Many { keys, reader, frozen, generation, answers, missing, _snapshot: snapshot })
+    }
+
+    pub fn finish_many(&self, mut many: Many<'_>) -> Result<Vec<Option<Value>>> {
+        for &missed in many.missing.iter().skip(1) {
+            many.answers[missed] = many.reader.get(&many.keys[missed], many.frozen)?;
         }
-        Ok(answers)
+        let newest =
+            many.missing.iter().map(|&missed| (&*many.keys[missed], many.answers[missed].as_deref()));
+        let newest = newest.filter(|(key, _)| many.frozen.is_none() || !key::is_versioned(key));
+        self.fill(many.generation, newest);
+        Ok(many.answers)
     }
 
     /// Fills in what is in memory; gives the places of the keys that are not.
@@ -224,41 +238,66 @@ impl Shared {
         limit: usize,
         at: At,
     ) -> Result<Vec<(Key, Value)>> {
-        let mut found = Vec::new();
         if start >= end || limit == 0 {
-            return Ok(found);
+            return Ok(Vec::new());
         }
-        let mut statement = reader.prepare(SCAN)?;
+        self.pin_scan(reader, &mut reader.prepare(SCAN)?, (start, end), limit, at)?.finish()
+    }
+
+    /// Copies what the overlay has, and pins what the database has at this moment.
+    pub fn pin_scan<'a>(
+        &self,
+        reader: &'a Reader,
+        statement: &'a mut CachedStatement<'_>,
+        (start, end): (&[u8], &[u8]),
+        limit: usize,
+        at: At,
+    ) -> Result<Scan<'a>> {
         let overlay = read(&self.overlay);
         let frozen = overlay.frozen(at);
-        let mut above = overlay.range(start, end, limit, frozen).into_iter().peekable();
+        let above = overlay.range(start, end, limit, frozen).into_iter().peekable();
         let rows = statement.query((start, end, bound(frozen))).map_err(|cause| reader.explain(cause))?;
-        let mut below = Stored::first(reader, rows)?;
-        drop(overlay);
-        let mut next_below = below.next()?;
-        while found.len() < limit {
-            let (key, value) = match (above.peek(), next_below.take()) {
+        Ok(Scan { above, below: Stored::first(reader, rows)?, limit })
+    }
+}
+
+/// A `get_many` of which the snapshot is pinned. The snapshot ends with it; it wrote nothing.
+#[derive(Debug)]
+pub struct Many<'a> {
+    keys: &'a [Key],
+    reader: &'a Reader,
+    frozen: Option<Version>,
+    generation: u64,
+    answers: Vec<Option<Value>>,
+    /// Places of the keys that are not in memory, in key order. The first of them is answered.
+    missing: Vec<usize>,
+    _snapshot: Transaction<'a>,
+}
+
+/// A scan of which the snapshot is pinned.
+pub struct Scan<'a> {
+    above: Peekable<std::vec::IntoIter<Row>>,
+    below: Stored<'a>,
+    limit: usize,
+}
+
+impl Scan<'_> {
+    pub fn finish(mut self) -> Result<Vec<(Key, Value)>> {
+        let mut found = Vec::new();
+        let mut next_below = self.below.next()?;
+        while found.len() < self.limit {
+            let order = match (self.above.peek(), &next_below) {
                 (None, None) => break,
-                (None, Some(row)) => {
-                    next_below = below.next()?;
-                    row
-                }
-                (Some((key, _)), Some(row)) if row.0 < *key => {
-                    next_below = below.next()?;
-                    row
-                }
-                (Some((key, _)), row) => {
-                    next_below = match row {
-                        Some(row) if row.0 == *key => below.next()?,
-                        row => row,
-                    };
-                    match above.next() {
-                        Some(row) => row,
-                        None => break,
-                    }
-                }
+                (Some(_), None) => Ordering::Less,
+                (None, Some(_)) => Ordering::Greater,
+                (Some((above, _)), Some((below, _))) => above.cmp(below),
             };
-            if let Some(value) = value {
+            let row = if order.is_le() { self.above.next() } else { next_below.take() };
+            // Of a key that is in both, the database's value is older.
+            if order.is_ge() {
+                next_below = self.below.next()?;
+            }
+            if let Some((key, Some(value))) = row {
                 found.push((key, value));
             }
         }

@@ -17,7 +17,7 @@ SAMPLES = 500
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("workers", "method"), [(0, "none"), (4, "fork"), (4, "spawn"), (4, "forkserver")])
+@pytest.mark.parametrize(("workers", "method"), [(0, "none"), (4, "fork"), (4, "spawn")])
 def test_a_dataloader_gets_every_sample(
     torch_python: str, volume: VolumeUnderTest, workers: int, method: str
 ) -> None:
@@ -42,10 +42,8 @@ def test_a_dataloader_gets_every_sample(
     )
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == {
-        "loader 0": SAMPLES,
-        "dataset 0": SAMPLES,
-        "loader 1": SAMPLES,
-        "dataset 1": SAMPLES,
+        "loader": SAMPLES,
+        "dataset": SAMPLES,
         "kept": SAMPLES,
         "loss": True,
     }

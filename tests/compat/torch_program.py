@@ -1,6 +1,6 @@
 """Feeds torch's DataLoader from a Headrace volume; run by test_torch.py with an interpreter that has torch.
 
-    python torch_program.py VOLUME SEAL WORKERS METHOD        METHOD: fork, spawn, forkserver or none
+    python torch_program.py VOLUME SEAL WORKERS METHOD        METHOD: fork, spawn or none
 
 Prints one JSON line: what each way of feeding gave. Labels and numbers are compared by the caller.
 """
@@ -52,36 +52,31 @@ def main() -> None:
     said: dict[str, Any] = {}
     dataset = headrace.connect(folder, start=False).dataset(seal)
 
-    # Before and after a first read in the parent.
-    for turn, read_before in enumerate([False, True]):
-        if read_before:
-            assert dataset[0] == dataset.read_batch([0])[0].tobytes()
+    # The loader's batches as a map-style data set, before a first read in this process.
+    loader = headrace.Loader(dataset, BATCH, shuffle=True, seed=5)
+    loader.set_epoch(1)
+    data = DataLoader(loader, batch_size=None, collate_fn=as_tensors, **options)
+    total, labels = b"", []
+    for values, offsets, batch_labels in data:
+        assert values.dtype == torch.uint8 and int(offsets[-1]) == len(values)
+        total += values.numpy().tobytes()
+        labels += batch_labels.tolist()
+    expected = headrace.Loader(dataset, BATCH, shuffle=True, seed=5)
+    expected.set_epoch(1)
+    whole = list(expected)
+    assert total == b"".join(batch.data.tobytes() for batch in whole)
+    assert labels == [label for batch in whole for label in batch.labels.tolist()]
+    said["loader"] = len(labels)
 
-        # The loader's batches, one by one, as a map-style data set.
-        loader = headrace.Loader(dataset, BATCH, shuffle=True, seed=5)
-        loader.set_epoch(turn)
-        data = DataLoader(loader, batch_size=None, collate_fn=as_tensors, **options)
-        total, labels = b"", []
-        for values, offsets, batch_labels in data:
-            assert values.dtype == torch.uint8 and int(offsets[-1]) == len(values)
-            total += values.numpy().tobytes()
-            labels += batch_labels.tolist()
-        expected = headrace.Loader(dataset, BATCH, shuffle=True, seed=5)
-        expected.set_epoch(turn)
-        whole = list(expected)
-        assert total == b"".join(batch.data.tobytes() for batch in whole)
-        assert labels == [label for batch in whole for label in batch.labels.tolist()]
-        said[f"loader {turn}"] = len(labels)
-
-        # The data set itself, sampled and batched by torch through __getitems__.
-        generator = torch.Generator()
-        generator.manual_seed(1)
-        data = DataLoader(
-            dataset, batch_size=BATCH, shuffle=True, generator=generator, collate_fn=collate_bytes, **options
-        )
-        samples = [sample for batch in data for sample in batch]
-        assert sorted(samples) == sorted(dataset[:])
-        said[f"dataset {turn}"] = len(samples)
+    # The data set itself, sampled and batched by torch through __getitems__, after a first read.
+    generator = torch.Generator()
+    generator.manual_seed(1)
+    data = DataLoader(
+        dataset, batch_size=BATCH, shuffle=True, generator=generator, collate_fn=collate_bytes, **options
+    )
+    samples = [sample for batch in data for sample in batch]
+    assert sorted(samples) == sorted(dataset[:])
+    said["dataset"] = len(samples)
 
     # Batches that cross from a worker arrive whole, and stay.
     data = DataLoader(headrace.Loader(dataset, BATCH), batch_size=None, collate_fn=identity, **options)

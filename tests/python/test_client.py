@@ -187,6 +187,18 @@ def test_a_restarted_engine_costs_an_idle_client_nothing(fake_engine: FakeEngine
     fake.sync()
 
 
+def test_an_engine_that_is_ending_is_asked_again(fake_engine: FakeEngine) -> None:
+    """A killed engine's socket takes connections into its queue until the process is gone."""
+    real = fake_engine.answers["hello"]
+    deaths = [True] * 5
+    fake_engine.answers["hello"] = lambda fields, payload: (
+        None if deaths and deaths.pop() else real(fields, payload)
+    )
+    fake_engine.answers["sync"] = lambda fields, payload: Canned()
+    headrace.connect(fake_engine.folder, start=False).sync()
+    assert not deaths
+
+
 def test_without_an_engine_and_start_it_is_unavailable(fake_engine: FakeEngine, fake: Volume) -> None:
     fake_engine.kill()
     with pytest.raises(Unavailable, match="headrace up"):

@@ -16,7 +16,7 @@
 //! | `pool` | the threads that gather |
 //! | `mounts` | the table of mounts |
 //! | `rest`, `metrics` | HTTP: status and numbers for people and Prometheus |
-//! | `signals` | SIGTERM and SIGINT |
+//! | `signals`, `wake` | SIGTERM and SIGINT; a bell that `poll` hears |
 //!
 //! Shared memory and descriptors carry bytes, messages carry ownership. What a client holds lives in its
 //! connection's thread and ends with it.

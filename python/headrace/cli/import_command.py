@@ -160,7 +160,8 @@ def show_progress(source: Source, report: ImportReport, doing: str) -> Iterator[
         yield
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+    from rich.table import Column
     from rich.text import Text
 
     total = _Total()
@@ -181,12 +182,12 @@ def show_progress(source: Source, report: ImportReport, doing: str) -> Iterator[
             done = report.entries + report.skipped
             of_total = f"/{format_count(total.files)}" if total.known else ""
             text = (
-                f"{format_count(done)}{of_total} files  {format_bytes(report.file_bytes)}  "
-                f"{format_count(done / seconds)}/s  {format_bytes(report.file_bytes / seconds)}/s"
+                f"{format_count(done)}{of_total} files {format_bytes(report.file_bytes)}  "
+                f"{format_count(done / seconds)}/s {format_bytes(report.file_bytes / seconds)}/s"
             )
             part = fraction()
             if part and part > 0.01:
-                text += f"  {format_seconds(seconds * (1 - part) / part)} left"
+                text += f"  {format_seconds(max(1, round(seconds * (1 - part) / part)))} left"
             if report.problems:
                 text += f"  {format_count(len(report.problems))} problems"
             return Text(text)
@@ -200,7 +201,8 @@ def show_progress(source: Source, report: ImportReport, doing: str) -> Iterator[
     # It only counts files. The process that imports does not fork.
     counter = threading.Thread(target=total.count, args=(source,), daemon=True)  # see above
     counter.start()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), Bar(bar_width=24), Facts())
+    # One line of 80 columns.
+    columns = (TextColumn("{task.description}"), Bar(bar_width=12), Facts(Column(no_wrap=True)))
     with Progress(
         *columns, console=Console(stderr=True), refresh_per_second=_REFRESHES_PER_SECOND, transient=True
     ) as progress:

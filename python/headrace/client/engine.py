@@ -35,7 +35,7 @@ from headrace.errors import (
     Unavailable,
 )
 from headrace.model import clock
-from headrace.model.message import VOLUME_FORMAT, ErrorBody, Shutdown
+from headrace.model.message import VOLUME_FORMAT, WIRE, ErrorBody, Hello, Shutdown, Welcome
 
 MARKER = "HEADRACE"
 # Recovery reads the open segments and the metadata log; a minute is ten times what it takes on a slow disk.
@@ -221,13 +221,44 @@ def running_pid(volume: str | os.PathLike[str]) -> int | None:
 
 
 def open_connection(folder: str, start_if_needed: bool = True) -> Connection:
-    """A new connection to the engine of the volume in `folder`, started if need be.
+    """A new connection to the engine of the volume in `folder`, started if need be, and greeted.
 
     Blocks while an engine starts, START_SECONDS_MAX at most. Raises what `check_volume` and `start` raise,
-    Unavailable when no engine runs and none is to be started.
+    Unavailable when no engine runs and none is to be started, Invalid when it speaks another wire version.
     """
+    deadline_ns = clock.monotonic_ns() + int(START_SECONDS_MAX * 1e9)
+    while True:
+        connection = Connection(_connect_or_start(folder, start_if_needed), folder)
+        try:
+            greet(connection)
+        except Unavailable:
+            # An engine that is ending still takes connections into its queue. A greeting changes nothing, so
+            # that it, unlike other requests, can be said again to the next one.
+            if clock.monotonic_ns() > deadline_ns:
+                raise
+            clock.sleep_seconds(0.01)
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
+
+
+def greet(connection: Connection) -> Welcome:
+    """Who is at the other end. Raises Invalid if it speaks another wire version."""
+    welcome: Welcome = connection.call(Hello(client="headrace-python"), Welcome).ok
+    if welcome.wire != WIRE:
+        raise Invalid(
+            f"the engine of volume {connection.volume} (pid {welcome.pid}, {welcome.engine}) speaks wire "
+            f"version {welcome.wire}, this headrace {WIRE}: stop it with `headrace down`, so that the installed "
+            "one starts"
+        )
+    return welcome
+
+
+def _connect_or_start(folder: str, start_if_needed: bool) -> Channel:
     try:
-        return Connection(connect_socket(folder), folder)
+        return connect_socket(folder)
     except NotFound:
         check_volume(folder)
         if not start_if_needed:
@@ -239,7 +270,7 @@ def open_connection(folder: str, start_if_needed: bool = True) -> Connection:
         check_volume(folder)  # if the folder itself is the reason, that says more
         raise
     _, channel = _start_or_join(folder, idle_exit_seconds=IDLE_EXIT_SECONDS)
-    return Connection(channel, folder)
+    return channel
 
 
 def start(

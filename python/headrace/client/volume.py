@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, AnyStr, Generic, Literal, Self, overload
 
 from headrace.client.connection import Connection, Pool
-from headrace.client.engine import create_if_missing, open_connection, volume_folder
+from headrace.client.engine import create_if_missing, greet, open_connection, volume_folder
 from headrace.client.file import PIECE_BYTES, VolumeFile, open_file
 from headrace.client.wire import Buffer
 from headrace.errors import Full, HeadraceError, Invalid, IsADirectory, NotFound
@@ -95,17 +95,12 @@ class Volume:
         return self._pool.call(request, answer, payload, into).ok
 
     def hello(self) -> message.Welcome:
-        """Who answers: engine version, process id, volume id, format.
-
-        Raises Invalid if it speaks another wire version."""
-        welcome: message.Welcome = self.call(message.Hello(client="headrace-python"), message.Welcome)
-        if welcome.wire != message.WIRE:
-            raise Invalid(
-                f"the engine of volume {self._folder} (pid {welcome.pid}, {welcome.engine}) speaks "
-                f"wire version {welcome.wire}, this headrace {message.WIRE}: stop it with `headrace down`, "
-                "so that the installed one starts"
-            )
-        return welcome
+        """Who answers: engine version, process id, volume id, format."""
+        connection = self._pool.take()
+        try:
+            return greet(connection)
+        finally:
+            self._pool.give(connection)
 
     # Whole files
 

@@ -1,6 +1,7 @@
-"""The volume as the importer's destination: its requests on one connection of their own.
+"""The volume as the importer's destination: its requests on two connections of their own.
 
-One connection, because handles live and die with it and because requests on one connection keep their order.
+One for changes, since handles live and die with a connection and requests on one keep their order; one for
+questions, which need not wait for a batch that is being stored.
 Errors are told apart here, once: what concerns a path alone (invalid, not found, conflict, permission)
 becomes `Refused` and the import goes on; what concerns the volume passes through and ends the import.
 """
@@ -33,18 +34,21 @@ def _refusals() -> Iterator[None]:
 
 
 class VolumeDestination:
-    """A volume to import into. Starts its engine if none runs. Used by one thread."""
+    """A volume to import into. Starts its engine if none runs. One thread may change while one asks."""
 
     def __init__(self, volume: str | os.PathLike[str]) -> None:
-        self._connection: Connection = open_connection(volume_folder(volume))
+        folder = volume_folder(volume)
+        self._connection: Connection = open_connection(folder)
+        self._questions: Connection = open_connection(folder)
 
     def close(self) -> None:
         self._connection.close()
+        self._questions.close()
 
     def stat(self, path: bytes) -> Existing | None:
         with _refusals():
             try:
-                attr = self._connection.call(message.Stat(path, follow=False), Attr).ok
+                attr = self._questions.call(message.Stat(path, follow=False), Attr).ok
             except NotFound:
                 return None
         return _existing(attr)
@@ -55,7 +59,7 @@ class VolumeDestination:
         while True:
             request = message.List(path or b"/", after, _LISTING_ENTRIES, attrs=True)
             with _refusals():
-                listing: message.Listing = self._connection.call(request, message.Listing).ok
+                listing: message.Listing = self._questions.call(request, message.Listing).ok
             for entry in listing.entries:
                 if entry.attr is not None:
                     found[entry.name] = _existing(entry.attr)

@@ -2,9 +2,10 @@
 
 Steps for each entry, in the source's order: refuse what would leave the target or go through a symbolic
 link; skip what is there already (kind, size, mode and mtime agree), which is what makes an interrupted
-import safe to run again; collect the rest into batches, whose files a few threads read ahead of the sender;
-stream files above STREAMED_BYTES_MIN to a temporary name that is renamed when it is whole. Directories get
-their times last, bottom up, since filling them changes them. One sync at the end makes all of it durable.
+import safe to run again; collect the rest into batches, which a few threads read and one sends, in order,
+while the caller's thread walks on; stream files above STREAMED_BYTES_MIN to a temporary name that is
+renamed when it is whole. Directories get their times last, bottom up, since filling them changes them. One
+sync at the end makes all of it durable.
 
 Invariant: a name in the target is either as it was before or complete. One entry that fails is noted in the
 report and the import goes on; only a fault of the volume (full, unavailable, corrupt) ends it.
@@ -42,6 +43,8 @@ _READERS = 4
 # Batches read ahead: with BATCH_BYTES this bounds the memory, and it keeps every reader busy.
 _BATCHES_AHEAD = 5
 _LISTINGS_KEPT = 64
+# After an interruption an engine that answers has answered long before.
+_LAST_SEND_SECONDS_MAX = 5
 _STREAM_ATTEMPTS = 3
 _TEMPORARY = re.compile(rb"\.headrace-import-\d+")
 
@@ -73,7 +76,8 @@ class Handle(Protocol):
 
 class Destination(Protocol):
     """The volume as the importer needs it. Paths are absolute in the volume. Every method raises Refused for
-    what concerns its path alone and a HeadraceError for what concerns the volume."""
+    what concerns its path alone and a HeadraceError for what concerns the volume. `stat` and `listing` may be
+    called while another thread is in `put`."""
 
     def stat(self, path: bytes) -> Existing | None: ...
     def listing(self, path: bytes) -> dict[bytes, Existing]: ...
@@ -157,8 +161,11 @@ class Importer:
         self._batch_loaded: list[bytes | SourceProblem | None] = []
         self._batch_bytes = 0
         self._batch_path_bytes = 0
-        self._pending: deque[_Batch] = deque()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="import-read")
+        # One sender: batches arrive in their order, a directory before what lies in it.
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="import-send")
+        self._pending: deque[Future[None]] = deque()
+        self._stopped = False
 
     def run(self) -> ImportReport:
         """Imports and makes durable. Raises HeadraceError when the volume fails; run it again to go on."""
@@ -177,8 +184,11 @@ class Importer:
             self._remove_leftovers()
             self._destination.sync()
         finally:
-            # An interruption must not wait for reads that nobody will send.
+            # After an error or an interruption: what is on the wire ends, the rest is not begun.
+            self._stopped = True
             self._readers.shutdown(wait=False, cancel_futures=True)
+            wait(self._pending, _LAST_SEND_SECONDS_MAX)
+            self._sender.shutdown(wait=False, cancel_futures=True)
             self.report.problems.extend(self._source.extras.problems)
             self.report.notes.extend(self._source.extras.notes)
         return self.report
@@ -347,23 +357,24 @@ class Importer:
             self._submit()
 
     def _submit(self) -> None:
-        """Hands the batch to the readers; sends the oldest ones when enough are under way."""
+        """Hands the batch to readers and sender; waits when enough are under way."""
         if self._batch:
-            batch = self._batch
+            entries = self._batch
             if self._source.sequential:
-                self._pending.append(_Batch(batch, self._batch_loaded))
+                batch = _Batch(entries, self._batch_loaded)
                 self._batch_loaded = []
             else:
-                self._pending.append(_Batch(batch, self._readers.submit(self._load, batch)))
+                batch = _Batch(entries, self._readers.submit(self._load, entries))
+            self._pending.append(self._sender.submit(self._send, batch))
             self._batch, self._batch_bytes, self._batch_path_bytes = [], 0, 0
-        ahead = 0 if self._source.sequential else _BATCHES_AHEAD
-        while len(self._pending) > ahead:
-            self._send(self._pending.popleft())
+        while len(self._pending) > _BATCHES_AHEAD:
+            self._pending.popleft().result()
 
     def _drain(self) -> None:
+        """All that was appended is in the volume when this returns, and the sender is idle."""
         self._submit()
         while self._pending:
-            self._send(self._pending.popleft())
+            self._pending.popleft().result()
 
     def _load(self, entries: list[Entry]) -> list[bytes | SourceProblem | None]:
         return [self._load_one(entry) for entry in entries]
@@ -377,6 +388,16 @@ class Importer:
             return problem
 
     def _send(self, batch: _Batch) -> None:
+        """In the sender's thread."""
+        if self._stopped:
+            return
+        try:
+            self._send_batch(batch)
+        except BaseException:
+            self._stopped = True
+            raise
+
+    def _send_batch(self, batch: _Batch) -> None:
         loaded = batch.loaded if isinstance(batch.loaded, list) else batch.loaded.result()
         entries: list[Entry] = []
         payload: list[bytes] = []

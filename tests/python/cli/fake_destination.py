@@ -52,7 +52,7 @@ class FakeDestination:
             raise Refused("not a directory")
         return {
             name[len(prefix) :]: self._existing(node)
-            for name, node in self.nodes.items()
+            for name, node in list(self.nodes.items())
             if name.startswith(prefix) and len(name) > len(prefix) and b"/" not in name[len(prefix) :]
         }
 

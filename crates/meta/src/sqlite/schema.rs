@@ -22,6 +22,7 @@ use headrace_base::{Error, Kind, Result, Version, crc32c};
 use headrace_format::key;
 use headrace_format::record::{VolumeRecord, decode_number, encode_number};
 use rusqlite::config::DbConfig;
+use rusqlite::ffi::SQLITE_IOERR_SHMSIZE;
 use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension};
 
 use crate::store::Value;
@@ -251,9 +252,12 @@ pub fn damaged(path: &Path, why: impl std::fmt::Display) -> Error {
 /// What SQLite's error means for the caller.
 pub fn explain(path: &Path, doing: &str, cause: rusqlite::Error) -> Error {
     let place = format!("metadata database {}: {doing}", path.display());
+    // The index beside the log could not grow: what a full disk says there.
+    let index_is_full = cause.sqlite_error().is_some_and(|error| error.extended_code == SQLITE_IOERR_SHMSIZE);
     let error = match cause.sqlite_error_code() {
         // Not SQLite but its binding says this: a column holds another type than was written.
         None => damaged(path, format_args!("{doing}: {cause}")),
+        _ if index_is_full => Error::new(Kind::Full, format!("{place}: {cause}: free space on its disk")),
         Some(ErrorCode::DiskFull) => {
             Error::new(Kind::Full, format!("{place}: the disk is full: free space on it"))
         }

@@ -9,7 +9,7 @@
 //! global      V                      VolumeRecord     N                    next free inode (encode_number)
 //!             S session16            Session          P segment16          Pending
 //!             O ino8 session16       () unlinked, perhaps open there
-//!             Z seal16               Seal
+//!             Z seal16               Seal               C                    u64 current version, the store's own
 //! ```
 //! Lower case is versioned, upper case is not: it has one value, whatever snapshot is read.
 

@@ -1,17 +1,21 @@
 //! SIGTERM, SIGINT and SIGHUP as a descriptor instead of handlers: no code of ours runs inside a signal.
 //!
 //! The signals must be blocked before the first thread starts, since threads inherit the mask. The first signal
-//! stops the engine in order; the second one ends the process at once.
+//! stops the engine in order; another one, `INSISTENCE` or more later, ends the process at once. Shells and
+//! supervisors send one stop twice in a row (to the process and to its group), which must not cost data.
 
 use std::fs::File;
 use std::io::Read;
 use std::mem::MaybeUninit;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use headrace_base::{Error, Result, thread};
+use headrace_base::{Error, Result, thread, time};
 
 use crate::node::Node;
+
+const INSISTENCE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub struct Signals(File);
@@ -39,10 +43,13 @@ pub fn block_signals() -> Result<Signals> {
 impl Signals {
     pub(crate) fn stop_engine(mut self, node: Arc<Node>) -> Result<()> {
         thread::spawn("signals", move || {
+            let mut first: Option<Instant> = None;
             let mut information = [0_u8; size_of::<libc::signalfd_siginfo>()];
             while self.0.read_exact(&mut information).is_ok() {
                 let number = information.first_chunk().map_or(0, |bytes| u32::from_ne_bytes(*bytes));
-                if node.is_stopping() {
+                let insists = first.is_some_and(|first| time::monotonic_now() - first >= INSISTENCE);
+                first.get_or_insert_with(time::monotonic_now);
+                if insists {
                     tracing::error!(signal = number, "ended by a second signal: what was not synced is lost");
                     // SAFETY: _exit has no conditions. Nothing may be cleaned up: somebody wants us gone now.
                     unsafe { libc::_exit(1) };

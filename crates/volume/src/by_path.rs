@@ -98,7 +98,7 @@ impl Volume {
         if access.is_given(who, attr.mode, attr.uid, attr.gid, attr.kind == FileKind::Directory) {
             return Ok(());
         }
-        let path = self.names.path(Ino::ROOT, attr.ino);
+        let path = self.names.path(attr.ino);
         Err(Error::errno(
             errno::EACCES,
             format!(

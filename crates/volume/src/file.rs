@@ -153,7 +153,7 @@ impl Volume {
                 }),
             }
             .map_err(|error| {
-                let path = self.names.path(Ino::ROOT, ino);
+                let path = self.names.path(ino);
                 error.context(format_args!("file {:?} (inode {ino})", String::from_utf8_lossy(&path)))
             })?;
             filled = to;

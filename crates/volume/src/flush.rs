@@ -14,7 +14,6 @@
 //! tries again each second.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
@@ -28,6 +27,7 @@ use headrace_meta::{At, Commit, MetaStore, Precondition, Write};
 use crate::collect::{Collector, segment_of};
 use crate::dirty::DirtyRanges;
 use crate::extents;
+use crate::gate::Gate;
 use crate::live::{Live, LiveTable, Pin, State, region_writes};
 use crate::namespace::Names;
 use crate::packs::{OpenPack, Packs, announce, must_commit, withdraw};
@@ -49,113 +49,6 @@ pub const INLINE_BYTES_MAX: u64 = 64 << 10;
 const INLINE_EXTENTS_MAX: usize = 16;
 const INLINE_INODES_MAX: usize = 256;
 const INLINE_AGE_MAX: Duration = Duration::from_secs(5);
-
-/// Bounds dirty memory: writers wait here until the flusher has freed some.
-#[derive(Debug)]
-pub struct Gate {
-    bytes_max: u64,
-    used: Mutex<u64>,
-    freed: Condvar,
-    /// Set while flushing fails: (kind, errno, message).
-    failing: Mutex<Option<(i32, String)>>,
-    is_failing: AtomicBool,
-}
-
-impl Gate {
-    fn new(bytes_max: u64) -> Gate {
-        Gate {
-            bytes_max,
-            used: Mutex::new(0),
-            freed: Condvar::new(),
-            failing: Mutex::new(None),
-            is_failing: AtomicBool::new(false),
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, u64> {
-        self.used.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub fn used(&self) -> u64 {
-        *self.lock()
-    }
-
-    fn is_pressed(&self) -> bool {
-        self.used() > self.bytes_max / 4 * 3
-    }
-
-    fn acquire(&self, bytes: u64, wake: impl Fn()) -> Result<()> {
-        self.check()?;
-        let mut used = self.lock();
-        let mut waited = Duration::ZERO;
-        // One write larger than the whole gate passes when nothing else is held.
-        while *used > 0 && *used + bytes > self.bytes_max {
-            drop(used);
-            wake();
-            self.check()?;
-            used = self.lock();
-            let step = Duration::from_millis(100);
-            if *used > 0 && *used + bytes > self.bytes_max {
-                let (guard, timeout) =
-                    self.freed.wait_timeout(used, step).unwrap_or_else(PoisonError::into_inner);
-                used = guard;
-                if timeout.timed_out() {
-                    waited += step;
-                }
-            }
-            if waited > Duration::from_secs(60) {
-                return Err(Error::new(
-                    Kind::Unavailable,
-                    format!("{} bytes of dirty data could not be written to the segments for 60 s", *used),
-                ));
-            }
-        }
-        *used += bytes;
-        Ok(())
-    }
-
-    /// Counts bytes that are in memory already, whatever the bound.
-    fn add(&self, bytes: u64) {
-        *self.lock() += bytes;
-    }
-
-    pub fn release(&self, bytes: u64) {
-        if bytes > 0 {
-            let mut used = self.lock();
-            *used = used.saturating_sub(bytes);
-            self.freed.notify_all();
-        }
-    }
-
-    /// The error of the flusher, while it has one.
-    fn check(&self) -> Result<()> {
-        if !self.is_failing.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        match &*self.failing.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some((errno, message)) => Err(Error::errno(*errno, message.clone())),
-            None => Ok(()),
-        }
-    }
-
-    fn set_failing(&self, error: Option<&Error>) {
-        let mut failing = self.failing.lock().unwrap_or_else(PoisonError::into_inner);
-        match (error, failing.is_some()) {
-            (Some(error), false) => {
-                tracing::error!(%error, "writing dirty data fails; it stays in memory and is tried again each second");
-            }
-            (None, true) => tracing::warn!("writing dirty data works again"),
-            _ => {}
-        }
-        *failing = error.map(|error| (error.raw_errno(), error.message().to_owned()));
-        self.is_failing.store(failing.is_some(), Ordering::Release);
-        self.freed.notify_all();
-    }
-
-    pub fn failing(&self) -> Option<String> {
-        self.failing.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|(_, text)| text.clone())
-    }
-}
 
 #[derive(Debug, Default)]
 struct Queue {
@@ -668,7 +561,7 @@ impl Flusher {
     fn apply(&self, taken: &mut Taken, appended: bool) {
         let mut state = taken.pin.lock();
         state.flushing = None;
-        let ranges = std::mem::replace(&mut taken.ranges, Arc::default());
+        let ranges = std::mem::take(&mut taken.ranges);
         let bytes = ranges.bytes();
         if appended {
             if !taken.extents.is_empty() {
@@ -700,7 +593,7 @@ impl Flusher {
         let state = taken.pin.lock();
         SegmentOrigin {
             ino: taken.pin.ino,
-            path: self.names.path(state.inode.parent, taken.pin.ino),
+            path: self.names.path(taken.pin.ino),
             mode: state.inode.mode,
             uid: state.inode.uid,
             gid: state.inode.gid,

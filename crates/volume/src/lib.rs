@@ -7,6 +7,7 @@
 //! | `namespace` | names: lookup, create, link, unlink, rename |
 //! | `file` | open files: read, write, truncate, fsync |
 //! | `flush` | the road of dirty bytes: segment, fdatasync, metadata commit |
+//! | `gate` | the bound of dirty memory |
 //! | `packs` | the open pack, its announcement and its close |
 //! | `directory`, `xattr` | listings, extended attributes |
 //! | `by_path`, `put` | the same by path and identity, with permission checks; bulk import |
@@ -29,6 +30,7 @@ mod dirty;
 mod extents;
 mod file;
 mod flush;
+mod gate;
 mod live;
 mod namespace;
 mod packs;

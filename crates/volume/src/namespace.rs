@@ -59,21 +59,24 @@ impl Stripes {
 /// Names seen lately, so that a segment's records and error messages can name a path. A hint, never relied on:
 /// two generations, the older dropped when the younger is full.
 #[derive(Debug, Default)]
-pub struct Names(Mutex<[HashMap<Ino, (Ino, Vec<u8>)>; 2]>);
+pub struct Names(Mutex<[Generation; 2]>);
+
+/// Inode -> (parent, name).
+type Generation = HashMap<Ino, (Ino, Vec<u8>)>;
 
 impl Names {
-    const GENERATION: usize = 32 * 1024;
+    const GENERATION_NAMES: usize = 32 * 1024;
 
     pub fn note(&self, parent: Ino, name: &[u8], ino: Ino) {
         let mut generations = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if generations[0].len() >= Self::GENERATION {
+        if generations[0].len() >= Self::GENERATION_NAMES {
             generations[1] = std::mem::take(&mut generations[0]);
         }
         generations[0].insert(ino, (parent, name.to_vec()));
     }
 
     /// The path of an inode, without a leading slash; empty if a part of it is not known.
-    pub fn path(&self, parent_hint: Ino, ino: Ino) -> Vec<u8> {
+    pub fn path(&self, ino: Ino) -> Vec<u8> {
         let generations = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let find = |ino: Ino| generations[0].get(&ino).or_else(|| generations[1].get(&ino));
         let mut parts: Vec<&[u8]> = Vec::new();
@@ -85,7 +88,6 @@ impl Names {
                     parts.push(name);
                     current = *parent;
                 }
-                None if current == ino && parent_hint == Ino::ROOT => return Vec::new(),
                 None => return Vec::new(),
             }
         }

@@ -333,7 +333,9 @@ impl Volume {
                     match self.make(Origin::SOCKET, parent, &name, new) {
                         // Somebody else was as quick.
                         Err(error) if error.raw_errno() == errno::EEXIST => {}
-                        outcome => drop(outcome?),
+                        outcome => {
+                            outcome?;
+                        }
                     }
                 }
                 Err(error) => return Err(error),

@@ -1,8 +1,9 @@
 //! Freezing a subtree. The store ends its version: from then on that version never changes, so the sample table
 //! can be written at leisure, and again if a crash came between.
 //!
-//! 1. all dirty bytes, and those that ride in the metadata store, go to segments and are committed; 2. the seal's record and the new version are one durable
-//! commit; 3. the manifest is written from the frozen version under a temporary name, made durable, renamed.
+//! 1. All dirty bytes, and those that ride in the metadata store, go to segments and are committed.
+//! 2. The seal's record and the new version are one durable commit.
+//! 3. The manifest is written from the frozen version under a temporary name, made durable, renamed.
 
 use std::collections::HashMap;
 use std::fs::{self, File};

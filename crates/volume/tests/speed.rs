@@ -1,6 +1,8 @@
 //! How fast the volume is without a kernel between: `cargo test --release -p headrace-volume --test speed --
 //! --ignored --nocapture`. Prints; promises nothing.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panic")]
+
 use std::sync::Arc;
 
 use headrace_base::{Ino, time};

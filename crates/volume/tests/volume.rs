@@ -1,5 +1,7 @@
 //! Promises of the volume, kept on a real store and real segments in a temporary folder.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panic")]
+
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;

@@ -250,8 +250,8 @@ def greet(connection: Connection) -> Welcome:
     if welcome.wire != WIRE:
         raise Invalid(
             f"the engine of volume {connection.volume} (pid {welcome.pid}, {welcome.engine}) speaks wire "
-            f"version {welcome.wire}, this headrace {WIRE}: stop it with `headrace down`, so that the installed "
-            "one starts"
+            f"version {welcome.wire}, this headrace {WIRE}: stop it with `headrace down`, so that the "
+            "installed one starts"
         )
     return welcome
 

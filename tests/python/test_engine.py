@@ -29,7 +29,7 @@ from headrace.errors import (
 )
 from headrace.model.message import Kind, PutEntry
 from headrace.policy.order import permute
-from support.samples import answer_checked, checked, content, sample_of
+from support.lettered_samples import answer_checked, checked, content, sample_of
 
 N = 600
 

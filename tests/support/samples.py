@@ -1,36 +1,51 @@
-"""The samples of the loader tests, and checking them in a process of any kind.
+"""A data set whose every sample says its own number, and what checks it from any process.
 
-In a module of its own, since a spawned child imports what it is to run by name.
+A module of its own since spawned processes import what they run.
 """
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import headrace
+from headrace.model.message import PutEntry
+
+SAMPLES = 2000
 
 
 def content(number: int) -> bytes:
-    """What file number `number` holds: 0 to 22 KB."""
-    return hashlib.sha256(b"%d" % number).digest() * (number % 700)
+    return b"%06d" % number * (1 + number % 400)
 
 
-def sample_of(path: str) -> bytes:
-    """What the sample at `path`, like a/0003, holds."""
-    return b"in the root" if path == "zz" else content(int(path[2:]))
+def name(number: int) -> str:
+    return f"class-{number * 7 % 5}/{number:06}"
 
 
-def checked(dataset: headrace.Dataset, rows: list[int]) -> str:
-    """Reads the rows one way and the first batch the other; "right", or what differs."""
-    for row, sample in zip(rows, dataset[rows], strict=True):
-        if sample != sample_of(dataset.paths[row]):
-            return f"sample {row} differs"
-    batch = next(iter(headrace.Loader(dataset, 8)))
-    if batch[1].tobytes() != sample_of(dataset.paths[1]):
-        return "the loader's sample 1 differs"
-    return "right"
+def fill(volume: headrace.Volume) -> headrace.Dataset:
+    """Writes the samples to /train and seals it."""
+    contents = [content(number) for number in range(SAMPLES)]
+    entries = [
+        PutEntry(f"/train/{name(number)}".encode(), mode=0o644, size=len(contents[number]))
+        for number in range(SAMPLES)
+    ]
+    volume.put(entries, contents, parents=True)
+    return volume.seal("/train")
 
 
-def answer_checked(dataset: headrace.Dataset, rows: list[int], answers: Any) -> None:
-    answers.put(checked(dataset, rows))
+def check(dataset: headrace.Dataset, rows: list[int]) -> int:
+    """Reads these samples as one batch and compares their bytes; returns how many."""
+    batch = dataset.read_batch(rows)
+    for row, sample in zip(rows, batch, strict=True):
+        number = int(dataset.paths[row].rpartition("/")[2])
+        assert sample.tobytes() == content(number)
+    return len(batch)
+
+
+def rows_of(turn: int) -> list[int]:
+    """A batch of 256, another one each turn."""
+    return [(turn * 97 + step * 13) % SAMPLES for step in range(256)]
+
+
+def worker(dataset: headrace.Dataset, turns: range, answers: Any) -> None:
+    """One process of several: reads the batches of `turns`."""
+    answers.put(sum(check(dataset, rows_of(turn)) for turn in turns))

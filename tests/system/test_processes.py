@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,44 +17,16 @@ import numpy as np
 import pytest
 
 import headrace
+from support.samples import SAMPLES, check, fill, rows_of, worker
 from support.system import ROOT, alive, kill_and_wait, wait_until
 from support.volumes import VolumeUnderTest
 
-SAMPLES = 2000
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'tests'}"}
 
 
-def content(number: int) -> bytes:
-    return b"%06d" % number * (1 + number % 400)
-
-
-def name(number: int) -> str:
-    return f"class-{number * 7 % 5}/{number:06}"
-
-
 @pytest.fixture
-def dataset(volume: VolumeUnderTest) -> Iterator[headrace.Dataset]:
-    api = volume.connect()
-    for number in range(SAMPLES):
-        api.write_bytes(f"/train/{name(number)}", content(number), parents=True)
-    yield api.seal("/train")
-
-
-def number_of(sample: bytes) -> int:
-    return int(sample[:6])
-
-
-def check(dataset: headrace.Dataset, rows: list[int]) -> int:
-    """Reads these samples as one batch and compares their bytes; returns how many."""
-    batch = dataset.read_batch(rows)
-    for row, sample in zip(rows, batch, strict=True):
-        number = int(dataset.paths[row].rpartition("/")[2])
-        assert sample.tobytes() == content(number)
-    return len(batch)
-
-
-def rows_of(turn: int) -> list[int]:
-    return [(turn * 97 + step * 13) % SAMPLES for step in range(256)]
+def dataset(volume: VolumeUnderTest) -> headrace.Dataset:
+    return fill(volume.connect())
 
 
 # Case 1
@@ -77,10 +48,6 @@ def test_a_fork_reads_on_both_sides(dataset: headrace.Dataset, read_before: bool
                 os._exit(status)
         check(dataset, rows_of(turn + 2))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def worker(dataset: headrace.Dataset, turns: range, answers: Any) -> None:
-    answers.put(sum(check(dataset, rows_of(turn)) for turn in turns))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])

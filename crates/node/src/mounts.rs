@@ -38,9 +38,8 @@ impl Mounts {
             return Err(Error::invalid(format!("mountpoint {} is not an absolute path", given.display())));
         }
         // As /proc/self/mounts will show it. It also keeps one folder from being mounted under two names.
-        let path = given
-            .canonicalize()
-            .map_err(|cause| Error::io(format_args!("mount on {}", given.display()), cause))?;
+        // What cannot be resolved (missing, or the mount of an engine that died) is for `mount` to judge.
+        let path = given.canonicalize().unwrap_or_else(|_| given.to_owned());
         let folder = volume.folder().canonicalize().unwrap_or_else(|_| volume.folder().to_owned());
         if path.starts_with(&folder) || folder.starts_with(&path) {
             return Err(Error::invalid(format!(

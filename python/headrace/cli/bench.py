@@ -74,7 +74,7 @@ class Side:
 
     def note_memory(self) -> None:
         if self.restart is not None:
-            self.engine_resident_bytes = max(self.engine_resident_bytes, self.restart.resident_bytes())
+            self.engine_resident_bytes = max(self.engine_resident_bytes, self.restart.resident_bytes_max())
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[str]:
@@ -160,12 +160,13 @@ def _large_file(side: Side, driver: Driver, file: LargeFile, threads: list[int])
 
 
 def bench_loader(volume: str, path: str, batch_size: int, rounds: int, as_json: bool) -> None:
+    volume = os.path.abspath(volume)  # before the working folder changes
     with connect(volume) as opened:
         dataset = opened.seal(path)
         seal, samples, sample_bytes = dataset.seal, len(dataset), dataset.nbytes
     if not samples:
         raise Invalid(f"there is not one file in {volume}:{path}: nothing to read")
-    side = Side("target", volume, EngineRestart(os.path.abspath(volume)))
+    side = Side("target", volume, EngineRestart(volume))
 
     def one_round(side: Side) -> None:
         for metric, cold in (("samples_cold_per_s", True), ("samples_warm_per_s", False)):

@@ -18,8 +18,6 @@ from headrace.errors import HeadraceError
 
 _THREADS = 4
 _CHUNK_BYTES = 4 << 20
-# A directory per call keeps the threads evenly busy; the largest is the tail.
-_KEEPS_OWNERS = os.geteuid() == 0
 
 
 class _Attributes(Protocol):
@@ -217,7 +215,8 @@ def _compare_attributes(
         differing.append(f"{theirs.st_size} bytes, not {mine.st_size}")
     if (stat.S_ISCHR(mine.st_mode) or stat.S_ISBLK(mine.st_mode)) and mine.st_rdev != theirs.st_rdev:
         differing.append(f"device {theirs.st_rdev}, not {mine.st_rdev}")
-    if _KEEPS_OWNERS and (mine.st_uid, mine.st_gid) != (theirs.st_uid, theirs.st_gid):
+    # Only root's import keeps owners.
+    if os.geteuid() == 0 and (mine.st_uid, mine.st_gid) != (theirs.st_uid, theirs.st_gid):
         differing.append(f"owner {theirs.st_uid}:{theirs.st_gid}, not {mine.st_uid}:{mine.st_gid}")
     if differing:
         result.differences.append((path, "has " + ", ".join(differing)))

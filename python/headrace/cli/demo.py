@@ -37,6 +37,7 @@ from headrace.cli.accelerator import (
 from headrace.cli.compare import Comparison, Copy, MountedCopy, VolumeCopy, compare_trees
 from headrace.cli.exit_codes import ExitCode
 from headrace.cli.import_command import show_progress
+from headrace.cli.machine import peak_resident_bytes
 from headrace.cli.page_cache import drop_page_cache
 from headrace.cli.text import json_name, print_json, print_table, printable, shown, warn
 from headrace.client import engine
@@ -230,7 +231,8 @@ def _steps(
         say(line)
 
     _epochs(volume, dataset, trees, mountpoint, outcome, say)
-    outcome.engine_resident_bytes = volume.status().resident_bytes
+    status = volume.status()
+    outcome.engine_resident_bytes = peak_resident_bytes(status.pid) or status.resident_bytes
 
 
 # -- the source --------------------------------------------------------------------------------------------
@@ -490,7 +492,7 @@ def _verdict(outcome: Outcome) -> str:
     ]
     return (
         f"The Loader kept the simulated accelerator {outcome.ways[LOADER].utilisation:.0%} busy "
-        f"({', '.join(others)}); every file compared equal; the engine used "
+        f"({', '.join(others)}); every file compared equal; the engine used at most "
         f"{format_bytes(outcome.engine_resident_bytes)} of memory; {format_seconds(outcome.seconds)} in all."
     )
 
@@ -543,6 +545,6 @@ def _fields(outcome: Outcome) -> dict[str, Any]:
             }
             for name, result in outcome.ways.items()
         },
-        "engine_resident_bytes": outcome.engine_resident_bytes,
+        "engine_resident_bytes_max": outcome.engine_resident_bytes,
         "notes": outcome.notes,
     }

@@ -27,6 +27,16 @@ def describe_machine(folders: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def peak_resident_bytes(pid: int) -> int | None:
+    """The most memory that process `pid` has had resident so far; None if it is not ours to see."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            match = re.search(r"^VmHWM:\s+(\d+) kB$", file.read(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1]) << 10 if match else None
+
+
 def _cpu_model() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:

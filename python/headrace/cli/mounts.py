@@ -21,6 +21,7 @@ class MountPoint(NamedTuple):
     device: bytes
     path: bytes
     kind: bytes
+    options: tuple[bytes, ...] = ()
 
     @property
     def volume(self) -> str:
@@ -39,7 +40,11 @@ def mount_points() -> list[MountPoint]:
             fields = [line.split(b" ") for line in file]
     except OSError:
         return []
-    return [MountPoint(unescaped(line[0]), unescaped(line[1]), line[2]) for line in fields if len(line) > 2]
+    return [
+        MountPoint(unescaped(line[0]), unescaped(line[1]), line[2], tuple(line[3].split(b",")))
+        for line in fields
+        if len(line) > 3
+    ]
 
 
 def headrace_mounts() -> list[MountPoint]:

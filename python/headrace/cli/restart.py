@@ -7,6 +7,8 @@ import stat
 from collections.abc import Callable
 from typing import TypeVar
 
+from headrace.cli.machine import peak_resident_bytes
+from headrace.cli.mounts import headrace_mounts
 from headrace.client import engine
 from headrace.client.volume import connect
 from headrace.errors import Conflict
@@ -27,7 +29,9 @@ class EngineRestart:
         """
         with connect(self._volume) as opened:
             status = opened.status()
-            system = self._serves_all()  # before its socket goes
+            # What only the running one shows: its socket's rights, the kernel's list of mounts.
+            system = self._serves_all()
+            shared = {mount.path for mount in headrace_mounts() if b"allow_other" in mount.options}
             for mount in status.mounts:
                 try:
                     opened.unmount(os.fsdecode(mount.mountpoint))
@@ -48,11 +52,17 @@ class EngineRestart:
             )
             with connect(self._volume, start=False) as opened:
                 for mount in status.mounts:
-                    opened.mount(os.fsdecode(mount.mountpoint), read_only=mount.read_only)
+                    opened.mount(
+                        os.fsdecode(mount.mountpoint),
+                        read_only=mount.read_only,
+                        allow_other=mount.mountpoint in shared,
+                    )
 
-    def resident_bytes(self) -> int:
+    def resident_bytes_max(self) -> int:
+        """The most memory that the engine has had resident since it was started."""
         with connect(self._volume) as opened:
-            return opened.status().resident_bytes
+            status = opened.status()
+            return peak_resident_bytes(status.pid) or status.resident_bytes
 
     def _serves_all(self) -> bool:
         try:

@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+import traceback
 from typing import Any
 
 COMMAND = [sys.executable, "-m", "headrace.cli.main"]
@@ -79,7 +80,10 @@ def run_as(user: int, *arguments: str | os.PathLike[str]) -> subprocess.Complete
                 os.setgroups([])
                 os.setgid(user)
                 os.setuid(user)
-                code = main._run()
+                try:
+                    code = main._run()
+                except BaseException:  # noqa: BLE001  # told, then the child ends
+                    traceback.print_exc()
                 sys.stdout.flush()
                 sys.stderr.flush()
             finally:

@@ -109,7 +109,7 @@ def test_a_cut_archive_is_named_and_what_was_whole_is_in(
 ) -> None:
     """Case 27: three members of 1,000 bytes, cut inside a member, at its edge, inside a header."""
     path = scratch / "three.tar"
-    with tarfile.open(path, "w") as tar:
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for name in "abc":
             (scratch / name).write_bytes(name.encode() * 1000)
             tar.add(scratch / name, name)

@@ -14,7 +14,7 @@
 //! tries again each second.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockWriteGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use headrace_base::{Error, Ino, Kind, MIB, Result, SegmentId, SessionId, crash, time};
@@ -134,6 +134,11 @@ impl Flusher {
         self.inline_gate.write().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whoever holds it may put bytes into the metadata store.
+    pub fn share_inline(&self) -> RwLockReadGuard<'_, ()> {
+        self.inline_gate.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Waits until `bytes` more may be dirty. Full (or what else the flusher met) while it cannot write.
     pub fn admit(&self, bytes: u64) -> Result<()> {
         self.gate.acquire(bytes, || {
@@ -216,7 +221,7 @@ impl Flusher {
     /// fsync of one inode. What was written before the call is durable when it returns.
     pub fn fsync(&self, pin: &Pin) -> Result<()> {
         let road = {
-            let _gate = self.inline_gate.read().unwrap_or_else(PoisonError::into_inner);
+            let _gate = self.share_inline();
             let mut state = pin.lock_idle();
             if let Some(message) = state.lost.take() {
                 return Err(Error::internal(message));

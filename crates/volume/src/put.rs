@@ -1,5 +1,5 @@
 //! The bulk road in: many entries with their bytes in one message. All bytes go into packs first, one fdatasync
-//! covers them, then each entry becomes visible by a commit of its own: a file is there whole or not at all, and
+//! covers them (a few small files ride in the metadata commits instead, as small fsyncs do), then each entry becomes visible by a commit of its own: a file is there whole or not at all, and
 //! one that existed is replaced at once.
 
 use std::collections::HashMap;
@@ -16,6 +16,7 @@ use headrace_format::segment::Origin as SegmentOrigin;
 use headrace_meta::{Commit, CommitError, Durability, Precondition, Write};
 
 use crate::by_path::{Access, split};
+use crate::flush::INLINE_BYTES_MAX;
 use crate::live::no_inode;
 use crate::namespace::{Count, new_inode, not_a_directory, shown};
 use crate::packs::OpenPack;
@@ -28,8 +29,8 @@ struct Planned<'a> {
     entry: &'a PutEntry,
     bytes: &'a [u8],
     ino: Ino,
-    /// Where the bytes are by now, and in which pack.
-    extent: Option<(Extent, usize)>,
+    /// Where the bytes are by now, and in which pack; None for a pack: in the metadata commit.
+    extent: Option<(Extent, Option<usize>)>,
 }
 
 impl Volume {
@@ -60,7 +61,13 @@ impl Volume {
                 ));
             }
         }
-        let packs = self.append_all(who, &mut planned)?;
+        let _gate = self.flusher.share_inline();
+        let packs = if payload.len() as u64 <= INLINE_BYTES_MAX {
+            place_inline(&mut planned);
+            Vec::new()
+        } else {
+            self.append_all(who, &mut planned)?
+        };
         let mut done = message::PutDone { created: 0, replaced: 0, bytes: 0 };
         let outcome: Result<()> = planned.iter().try_for_each(|plan| {
             let replaced = self
@@ -134,7 +141,7 @@ impl Volume {
                     let place =
                         Place::Pack { segment: pack.segment, offset: placed.offset, check: placed.check };
                     let extent = Extent { file_offset: 0, length: placed.length, place };
-                    planned[*index].extent = Some((extent, packs.len()));
+                    planned[*index].extent = Some((extent, Some(packs.len())));
                 }
                 packs.push(pack);
                 rest = after;
@@ -209,15 +216,17 @@ impl Volume {
             inode.size = plan.bytes.len() as u64;
         }
         let mut preconditions = vec![Precondition::Present(key::alive(parent))];
+        let mut writes = Vec::new();
         if let Some((extent, pack)) = &plan.extent {
             inode.content = Content::Extents(vec![extent.clone()]);
-            preconditions.push(Precondition::Present(key::pending(packs[*pack].segment)));
+            match pack {
+                Some(pack) => preconditions.push(Precondition::Present(key::pending(packs[*pack].segment))),
+                None => writes.push(Write::Put(key::inline(plan.ino, 0), plan.bytes.to_vec())),
+            }
         }
         let mut count = Count::plus(kind);
-        let mut writes = vec![
-            Write::Put(key::dentry(parent, name), Dentry { ino: plan.ino, kind }.encode()),
-            Write::Put(key::inode(plan.ino), inode.encode()),
-        ];
+        writes.push(Write::Put(key::dentry(parent, name), Dentry { ino: plan.ino, kind }.encode()));
+        writes.push(Write::Put(key::inode(plan.ino), inode.encode()));
         if kind == FileKind::Directory {
             writes.push(Write::Put(key::alive(plan.ino), Vec::new()));
         }
@@ -252,6 +261,9 @@ impl Volume {
             self.dropped(pin, state, after);
         }
         drop(replaced_state);
+        if matches!(plan.extent, Some((_, None))) {
+            self.flusher.note_inline(plan.ino);
+        }
         self.names.note(parent, name, plan.ino);
         self.changes.tell(Origin::SOCKET, || {
             let mut changes = vec![Change::Entry(parent, name.to_vec()), Change::Inode(parent)];
@@ -275,6 +287,14 @@ impl Volume {
         };
         self.link(Origin::SOCKET, attr.ino, parent, name)?;
         Ok(replaced)
+    }
+}
+
+/// Each file's bytes go with its own commit.
+fn place_inline(planned: &mut [Planned<'_>]) {
+    for plan in planned.iter_mut().filter(|plan| !plan.bytes.is_empty()) {
+        let place = Place::Inline { slot: 0, offset: 0 };
+        plan.extent = Some((Extent { file_offset: 0, length: plan.bytes.len() as u64, place }, None));
     }
 }
 

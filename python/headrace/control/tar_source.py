@@ -100,6 +100,7 @@ class _Stream:
     """The decompressed archive, forwards only, read ahead by one thread. `tell` counts decompressed bytes."""
 
     def __init__(self, raw: IO[bytes], name: str) -> None:
+        self.name = name
         self._raw = raw
         self._source = _decompressed(raw, name)
         self._chunks: queue.Queue[bytes | BaseException] = queue.Queue(_CHUNKS_AHEAD)
@@ -263,7 +264,7 @@ class _Members(tarfile.TarFile):
 
     def _damaged(self, how: str) -> SourceDamaged:
         after = f" (last member: {self._name!r})" if self._name else ""
-        return SourceDamaged(f"the archive {how}, at byte {self._stream.tell()}{after}")
+        return SourceDamaged(f"archive {self._stream.name} {how}, at byte {self._stream.tell()}{after}")
 
 
 class TarSource:
@@ -297,7 +298,7 @@ class TarSource:
         except SourceDamaged as error:
             if self._bytes == 0:
                 raise NotATar(f"{self._archive} is empty: it holds no tar archive") from error
-            raise NotATar(f"{self._archive} is not a whole tar archive: {error}") from error
+            raise NotATar(f"not a whole tar archive: {error}") from error
         except _DECOMPRESSION_ERRORS as error:
             raise NotATar(f"{self._archive} cannot be decompressed: {error}") from error
 
@@ -421,15 +422,16 @@ class TarSource:
             raise self._damaged(self._member.name, error) from error
         if len(data) != size:
             raise SourceDamaged(
-                f"the archive is cut off inside member {self._member.name!r}, at byte {self._stream.tell()}"
+                f"archive {self._archive} is cut off inside member {self._member.name!r}, "
+                f"at byte {self._stream.tell()}"
             )
         return data
 
     def _damaged(self, name: str, error: BaseException) -> SourceDamaged:
         where = f" (in or after member {name!r})" if name else ""
         return SourceDamaged(
-            f"the archive cannot be decompressed any further, at byte {self._stream.tell()}{where}: "
-            f"{error or type(error).__name__}"
+            f"archive {self._archive} cannot be decompressed any further, at byte "
+            f"{self._stream.tell()}{where}: {error or type(error).__name__}"
         )
 
     def position(self) -> tuple[int, int]:

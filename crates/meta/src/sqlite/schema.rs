@@ -257,6 +257,10 @@ pub fn explain(path: &Path, doing: &str, cause: rusqlite::Error) -> Error {
     let error = match cause.sqlite_error_code() {
         // Not SQLite but its binding says this: a column holds another type than was written.
         None => damaged(path, format_args!("{doing}: {cause}")),
+        // Some of its writes report a full disk as any other failed write.
+        Some(ErrorCode::SystemIoFailure) if disk_is_full(path) => {
+            Error::new(Kind::Full, format!("{place}: {cause}: the disk is full: free space on it"))
+        }
         _ if index_is_full => Error::new(Kind::Full, format!("{place}: {cause}: free space on its disk")),
         Some(ErrorCode::DiskFull) => {
             Error::new(Kind::Full, format!("{place}: the disk is full: free space on it"))
@@ -275,4 +279,11 @@ pub fn explain(path: &Path, doing: &str, cause: rusqlite::Error) -> Error {
         _ => Error::internal(format!("{place}: {cause}")),
     };
     error.with_cause(cause)
+}
+
+/// Less is free than one transaction takes.
+fn disk_is_full(path: &Path) -> bool {
+    path.parent()
+        .and_then(|folder| rustix::fs::statvfs(folder).ok())
+        .is_some_and(|disk| disk.f_bavail * disk.f_frsize < 16 * PAGE_BYTES as u64)
 }

@@ -1,7 +1,7 @@
 //! The volume as a whole: its folder, its lock, its start and its end.
 //!
 //! ```text
-//! FOLDER/HEADRACE              marker (JSON), written last at creation: without it the folder is no volume
+//! FOLDER/HEADRACE              marker (JSON), named last at creation: without it the folder is no volume
 //! FOLDER/lock                  locked by the engine that serves the volume; holds its pid
 //! FOLDER/meta/volume.sqlite    metadata
 //! FOLDER/segments/XX/          segments
@@ -43,6 +43,9 @@ use crate::seal::OpenSeals;
 use crate::types::{Origin, Statfs, VolumeOptions};
 
 const MARKER: &str = "HEADRACE";
+/// The marker's name until the creation is complete.
+const UNFINISHED: &str = "HEADRACE.unfinished";
+const PARTS: [&str; 3] = ["meta", "segments", "manifests"];
 /// Rows of one look at all inodes.
 const SCAN_ROWS: usize = 10_000;
 /// Inode numbers taken from the store at once.
@@ -95,11 +98,22 @@ impl Volume {
     /// Makes a new volume in `folder` (made when missing, must be empty). The caller owns its root.
     pub fn create(folder: &Path) -> Result<VolumeId> {
         let shown = folder.display();
+        if folder.join(MARKER).exists() {
+            return Err(Error::errno(errno::EEXIST, format!("{shown} is a volume already")));
+        }
         match fs::read_dir(folder) {
-            Ok(mut entries) => {
-                if folder.join(MARKER).exists() {
-                    return Err(Error::errno(errno::EEXIST, format!("{shown} is a volume already")));
+            // A creation that was cut short: it was no volume yet, so nothing of anybody's can be in it.
+            Ok(_) if folder.join(UNFINISHED).exists() => {
+                for part in PARTS {
+                    match fs::remove_dir_all(folder.join(part)) {
+                        Err(cause) if cause.kind() != ErrorKind::NotFound => {
+                            return Err(Error::io(format_args!("remove {shown}/{part}"), cause));
+                        }
+                        _ => {}
+                    }
                 }
+            }
+            Ok(mut entries) => {
                 if entries.next().is_some() {
                     return Err(Error::errno(
                         errno::ENOTEMPTY,
@@ -118,7 +132,10 @@ impl Volume {
         }
         let id = VolumeId::generate();
         let now = time::wall_now();
-        for part in ["meta", "segments", "manifests"] {
+        let marker =
+            Marker { headrace: "volume".into(), format: FORMAT, volume: id.to_string(), created_ns: now.0 };
+        write_marker(folder, &marker)?;
+        for part in PARTS {
             fs::create_dir(folder.join(part))
                 .map_err(|cause| Error::io(format_args!("make folder {shown}/{part}"), cause))?;
         }
@@ -157,9 +174,7 @@ impl Volume {
             },
         )?;
         store.close()?;
-        let marker =
-            Marker { headrace: "volume".into(), format: FORMAT, volume: id.to_string(), created_ns: now.0 };
-        write_marker(folder, &marker)?;
+        finish_marker(folder)?;
         Ok(id)
     }
 
@@ -383,20 +398,27 @@ fn session_record(now: Timestamp) -> Session {
     }
 }
 
+/// Under the name that says: this is not a volume yet.
 fn write_marker(folder: &Path, marker: &Marker) -> Result<()> {
     let text = serde_json::to_string_pretty(marker)
         .map_err(|cause| Error::internal("encode the marker").with_cause(cause))?;
-    let path = folder.join(MARKER);
-    let temporary = folder.join("HEADRACE.new");
+    let path = folder.join(UNFINISHED);
     let written = (|| {
-        let mut file = File::create(&temporary)?;
+        let mut file = File::create(&path)?;
         file.write_all(text.as_bytes())?;
         file.write_all(b"\n")?;
         file.sync_all()?;
-        fs::rename(&temporary, &path)?;
         File::open(folder)?.sync_all()
     })();
     written.map_err(|cause| Error::io(format_args!("write {}", path.display()), cause))
+}
+
+fn finish_marker(folder: &Path) -> Result<()> {
+    let named = (|| {
+        fs::rename(folder.join(UNFINISHED), folder.join(MARKER))?;
+        File::open(folder)?.sync_all()
+    })();
+    named.map_err(|cause| Error::io(format_args!("name {}/{MARKER}", folder.display()), cause))
 }
 
 fn read_marker(folder: &Path) -> Result<Marker> {

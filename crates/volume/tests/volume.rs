@@ -121,6 +121,22 @@ fn folders_that_are_no_volumes_say_what_to_do() {
 }
 
 #[test]
+fn a_creation_that_was_cut_short_can_be_repeated() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("v");
+    Volume::create(&path).unwrap();
+    // As a crash before the last step leaves it.
+    std::fs::rename(path.join("HEADRACE"), path.join("HEADRACE.unfinished")).unwrap();
+    assert!(Volume::open(&path, OPTIONS).is_err());
+    Volume::create(&path).unwrap();
+    Volume::open(&path, OPTIONS).unwrap();
+    // A volume that lost its marker is somebody's data: nothing is removed.
+    std::fs::remove_file(path.join("HEADRACE")).unwrap();
+    assert_eq!(Volume::create(&path).unwrap_err().raw_errno(), errno::ENOTEMPTY);
+    assert!(path.join("meta/volume.sqlite").exists());
+}
+
+#[test]
 fn names_follow_posix() {
     let (_folder, volume) = new_volume();
     let make = |parent, name: &[u8], new| volume.make(Origin::SOCKET, parent, name, new);

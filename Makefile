@@ -47,7 +47,7 @@ check: $(VENV)/.installed ## formats, lints, types, who imports whom
 	$(VENV)/bin/ruff check --quiet
 	$(VENV)/bin/ruff format --quiet --check
 	$(VENV)/bin/mypy
-	$(VENV)/bin/lint-imports --config pyproject.toml > $(VENV)/lint-imports.txt || { cat $(VENV)/lint-imports.txt; exit 1; }
+	$(VENV)/bin/lint-imports pyproject.toml > $(VENV)/lint-imports.txt || { cat $(VENV)/lint-imports.txt; exit 1; }
 	$(VENV)/bin/pytest -q tests/architecture
 
 test: check build test-rust test-python ## check, then all tests but the long ones

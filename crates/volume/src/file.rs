@@ -9,13 +9,14 @@ use std::sync::Arc;
 use headrace_base::error::errno;
 use headrace_base::{Error, Ino, Kind, Result, time};
 use headrace_format::key;
-use headrace_format::record::{Extent, FileKind, Place};
-use headrace_meta::{At, Commit, Write};
+use headrace_format::record::{Extent, FileKind};
+use headrace_meta::{Commit, Write};
 
 use crate::extents;
-use crate::flush::{Inline, read_inline};
+use crate::flush::Inline;
 use crate::live::{Pin, State, no_inode};
 use crate::namespace::erase;
+use crate::placed::read_extents;
 use crate::types::{Attr, Change, FILE_BYTES_MAX, OpenMode, Origin};
 use crate::volume::Volume;
 
@@ -117,49 +118,16 @@ impl Volume {
             (length, needed, overlay)
         };
         let out = &mut out[..length];
-        self.read_extents(pin.ino, &needed, offset, out, At::Latest)?;
+        read_extents(&*self.store, &self.flash, pin.ino, &needed, offset, out).map_err(|error| {
+            let path = self.names.path(pin.ino);
+            error.context(format_args!("file {:?} (inode {})", String::from_utf8_lossy(&path), pin.ino))
+        })?;
         for (start, bytes) in overlay.into_iter().flatten() {
             let at = (start - offset) as usize;
             out[at..at + bytes.len()].copy_from_slice(&bytes);
         }
         self.counters.read_bytes.increment(length as u64);
         Ok(length)
-    }
-
-    /// Fills `out` from `offset` of a file with these extents; zeros where there is none.
-    pub(crate) fn read_extents(
-        &self,
-        ino: Ino,
-        needed: &[Extent],
-        offset: u64,
-        out: &mut [u8],
-        at: At,
-    ) -> Result<()> {
-        let end = offset + out.len() as u64;
-        let mut filled = offset;
-        for extent in needed {
-            let from = extent.file_offset.max(offset);
-            let to = (extent.file_offset + extent.length).min(end);
-            out[(filled - offset) as usize..(from - offset) as usize].fill(0);
-            let part = &mut out[(from - offset) as usize..(to - offset) as usize];
-            let skip = from - extent.file_offset;
-            match &extent.place {
-                Place::Pack { segment, offset, check } => {
-                    self.flash.read_pack(*segment, offset + skip, check, part)
-                }
-                Place::File { segment, offset } => self.flash.read_file(*segment, offset + skip, part),
-                Place::Inline { .. } => read_inline(&*self.store, ino, extent, at).map(|bytes| {
-                    part.copy_from_slice(&bytes[skip as usize..skip as usize + part.len()]);
-                }),
-            }
-            .map_err(|error| {
-                let path = self.names.path(ino);
-                error.context(format_args!("file {:?} (inode {ino})", String::from_utf8_lossy(&path)))
-            })?;
-            filled = to;
-        }
-        out[(filled - offset) as usize..].fill(0);
-        Ok(())
     }
 
     fn write_pinned(&self, pin: &Pin, offset: Option<u64>, bytes: &[u8]) -> Result<u64> {

@@ -13,7 +13,7 @@
 //! full) puts the bytes back: nothing is lost while the engine lives, writers get the error, and the flusher
 //! tries again each second.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
@@ -31,6 +31,7 @@ use crate::gate::Gate;
 use crate::live::{Live, LiveTable, Pin, State, region_writes};
 use crate::namespace::Names;
 use crate::packs::{OpenPack, Packs, announce, must_commit, withdraw};
+use crate::placed::{read_extents, read_inline};
 
 /// A file that has this much to flush at once, from its start on, gets a segment of its own.
 pub const FILE_SEGMENT_BYTES: u64 = 16 * MIB;
@@ -49,6 +50,10 @@ pub const INLINE_BYTES_MAX: u64 = 64 << 10;
 const INLINE_EXTENTS_MAX: usize = 16;
 const INLINE_INODES_MAX: usize = 256;
 const INLINE_AGE_MAX: Duration = Duration::from_secs(5);
+/// A stretch of this length that has more extents is written again, in one piece, with the next bytes that go into
+/// it: 256 extents per 64 MiB at most, and each byte of an append log is rewritten a bounded number of times.
+const WINDOW_BYTES: u64 = 4 * MIB;
+const WINDOW_EXTENTS_MAX: usize = 16;
 
 #[derive(Debug, Default)]
 struct Queue {
@@ -332,24 +337,15 @@ impl Flusher {
         if !state.is_ahead() && !moves_inline && !closes {
             return Ok(None);
         }
-        let mut ranges = DirtyRanges::default();
-        if moves_inline {
-            for extent in state.extents.iter() {
-                if let Place::Inline { .. } = extent.place {
-                    let bytes = read_inline(&*self.store, pin.ino, extent, At::Latest)?;
-                    ranges.write(extent.file_offset, &bytes);
-                }
-            }
-            self.gate.add(ranges.bytes());
+        let beneath = self.read_beneath(pin.ino, state, moves_inline)?;
+        let mut ranges = std::mem::take(&mut state.dirty);
+        if !beneath.is_empty() {
+            self.gate.add(beneath.bytes());
+            let held = beneath.bytes() + ranges.bytes();
+            ranges.put_beneath(beneath);
+            // What dirty bytes cover of the others is free already.
+            self.gate.release(held - ranges.bytes());
         }
-        let before = ranges.bytes() + state.dirty.bytes();
-        let dirty = std::mem::take(&mut state.dirty);
-        for (offset, bytes) in dirty.iter().filter(|_| moves_inline) {
-            ranges.write(offset, bytes);
-        }
-        let ranges = if moves_inline { ranges } else { dirty };
-        // What dirty bytes covered of the inline ones is free already.
-        self.gate.release(before - ranges.bytes());
 
         let threshold = if self.gate.is_pressed() { FILE_SEGMENT_BYTES_PRESSED } else { FILE_SEGMENT_BYTES };
         let road = match &state.writer {
@@ -384,6 +380,55 @@ impl Flusher {
             writer,
             close_writer,
         }))
+    }
+
+    /// Bytes that are placed already and are written again with the dirty ones: those in the metadata store if
+    /// they are to move, and stretches of the file that have become a patchwork.
+    fn read_beneath(&self, ino: Ino, state: &State, moves_inline: bool) -> Result<DirtyRanges> {
+        let mut beneath = DirtyRanges::default();
+        if moves_inline {
+            for extent in state.extents.iter() {
+                if let Place::Inline { .. } = extent.place {
+                    beneath.write(extent.file_offset, &read_inline(&*self.store, ino, extent, At::Latest)?);
+                }
+            }
+        }
+        if state.extents.len() <= WINDOW_EXTENTS_MAX {
+            return Ok(beneath);
+        }
+        let windows: BTreeSet<u64> = state
+            .dirty
+            .iter()
+            .chain(beneath.iter())
+            .flat_map(|(start, bytes)| start / WINDOW_BYTES..=(start + bytes.len() as u64 - 1) / WINDOW_BYTES)
+            .collect();
+        for window in windows {
+            let (start, end) = (window * WINDOW_BYTES, (window + 1) * WINDOW_BYTES);
+            let crowd = extents::touching(&state.extents, start, end);
+            if crowd.len() <= WINDOW_EXTENTS_MAX {
+                continue;
+            }
+            for extent in crowd {
+                let from = extent.file_offset.max(start);
+                let to = (extent.file_offset + extent.length).min(end);
+                let mut bytes = vec![0; (to - from) as usize];
+                match read_extents(
+                    &*self.store,
+                    &self.flash,
+                    ino,
+                    std::slice::from_ref(extent),
+                    from,
+                    &mut bytes,
+                ) {
+                    Ok(()) => beneath.write(from, &bytes),
+                    // Damaged bytes stay where they are, to be reported to whoever reads them.
+                    Err(error) => {
+                        tracing::warn!(ino = ino.0, %error, "a fragmented stretch cannot be rewritten")
+                    }
+                }
+            }
+        }
+        Ok(beneath)
     }
 
     fn flush_taken(&self, mut batch: Vec<Taken>) -> Result<()> {
@@ -775,19 +820,4 @@ fn dropped_inline(ino: Ino, old: &[Extent], new: &[Extent]) -> Vec<Write> {
     }
     let new = slots(new);
     old.difference(&new).map(|slot| Write::Delete(key::inline(ino, *slot))).collect()
-}
-
-/// The bytes of an inline extent.
-pub fn read_inline(store: &dyn MetaStore, ino: Ino, extent: &Extent, at: At) -> Result<Vec<u8>> {
-    let Place::Inline { slot, offset } = extent.place else {
-        return Err(Error::internal("read_inline of an extent that is in a segment"));
-    };
-    let key = key::inline(ino, slot);
-    let value = store.get(&key, at)?.ok_or_else(|| {
-        Error::corrupt(format!("inode {ino}: inline bytes {slot} are missing from the metadata"))
-    })?;
-    let range = offset as usize..(offset + extent.length) as usize;
-    value.get(range).map(<[u8]>::to_vec).ok_or_else(|| {
-        Error::corrupt(format!("inode {ino}: inline bytes {slot} are {} long, too short", value.len()))
-    })
 }

@@ -9,6 +9,7 @@
 //! | `flush` | the road of dirty bytes: segment, fdatasync, metadata commit |
 //! | `gate` | the bound of dirty memory |
 //! | `packs` | the open pack, its announcement and its close |
+//! | `placed` | reading what extents name |
 //! | `directory`, `xattr` | listings, extended attributes |
 //! | `by_path`, `put` | the same by path and identity, with permission checks; bulk import |
 //! | `seal`, `sealed` | freezing a subtree; reading it without locks |
@@ -34,6 +35,7 @@ mod gate;
 mod live;
 mod namespace;
 mod packs;
+mod placed;
 mod put;
 mod seal;
 mod sealed;

@@ -94,6 +94,11 @@ impl SealedView {
         }
     }
 
+    /// In how many pieces the sample lies.
+    pub fn sample_extents(&self, index: u64) -> usize {
+        if index < self.samples() { self.manifest.extents(index).len() } else { 0 }
+    }
+
     /// Relative to the sealed root.
     pub fn sample_path(&self, index: u64) -> Vec<u8> {
         if index < self.samples() { self.manifest.path(index).to_vec() } else { Vec::new() }

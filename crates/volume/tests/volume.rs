@@ -232,6 +232,40 @@ fn a_large_file_is_one_extent_of_its_own_segment() {
     assert!(read_file(&volume, Ino::ROOT, b"big") == expected);
 }
 
+#[test]
+fn a_log_that_is_synced_line_by_line_stays_in_few_pieces() {
+    let (folder, volume) = new_volume();
+    let (_, open) = volume.create_file(Origin::SOCKET, Ino::ROOT, b"log", file(), OpenMode::WRITE).unwrap();
+    let mut expected = Vec::new();
+    for round in 0..3000_u64 {
+        let line = noise(100, round + 1);
+        open.append(&line).unwrap();
+        expected.extend_from_slice(&line);
+        open.flush().unwrap();
+    }
+    // And changes in the middle of a large file.
+    let (_, big) = volume.create_file(Origin::SOCKET, Ino::ROOT, b"big", file(), OpenMode::WRITE).unwrap();
+    let mut model = noise(18 << 20, 5);
+    for (index, piece) in model.chunks(1 << 20).enumerate() {
+        big.write((index as u64) << 20, piece).unwrap();
+    }
+    big.flush().unwrap();
+    for round in 0..200_usize {
+        let at = round * 7919 * 4096 % (18 << 20);
+        model[at..at + 4096].fill(round as u8);
+        big.write(at as u64, &[round as u8; 4096]).unwrap();
+        big.flush().unwrap();
+    }
+    drop((open, big));
+    let volume = reopen(folder.path(), volume);
+    assert!(read_file(&volume, Ino::ROOT, b"log") == expected);
+    assert!(read_file(&volume, Ino::ROOT, b"big") == model);
+    let view = volume.seal(&ROOT, b"/").unwrap();
+    for index in 0..2 {
+        assert!(view.sample_extents(index) <= 16 * 5 + 20, "{} pieces", view.sample_extents(index));
+    }
+}
+
 fn walk_files(folder: &Path) -> Vec<(String, u64)> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).unwrap() {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -34,6 +35,10 @@ from support.system import (
     need_root,
 )
 from support.volumes import VolumeUnderTest
+
+# A run in the background of a script is started with SIGINT ignored, and its children would inherit that: then
+# Ctrl-C, which several promises are about, would reach nobody.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Every scratch folder of this session lies in it.
 _SESSION = pytest.StashKey[Path]()

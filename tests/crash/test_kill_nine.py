@@ -199,7 +199,7 @@ def crash_once(
             writer.kill()
             writer.wait()
     expected = Expected(seed, journal)
-    assert at is None or expected.acknowledged or at.endswith(":1"), (
+    assert at is None or expected.acknowledged or int(at.partition(":")[2] or 1) < 6, (
         "nothing was acknowledged: the run proves nothing"
     )
 
@@ -237,7 +237,9 @@ def test_at_a_random_moment(new_volume: Make, scratch: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 105))
 @pytest.mark.parametrize("point", sorted(POINTS))
 def test_at_every_named_step_often(new_volume: Make, scratch: Path, point: str, seed: int, road: str) -> None:
-    number = random.Random(seed * 31 + sorted(POINTS).index(point)).randint(1, POINTS[point])
+    # The first commits of the store are the engine's own, before it is ready.
+    first = 6 if point.startswith("meta.") else 1
+    number = random.Random(seed * 31 + sorted(POINTS).index(point)).randint(first, POINTS[point])
     crash_once(new_volume, scratch, road, seed=seed, at=f"{point}:{number}")
 
 

@@ -44,7 +44,7 @@ def plan(seed: int, steps: int) -> list[dict[str, Any]]:
         kind = draw.choices(["new", "append", "overwrite", "replace", "remove"], weights=[8, 4, 4, 4, 2])[0]
         if kind != "new" and not sizes:
             kind = "new"
-        if kind == "new" and step and step % 25 == 0:
+        if step and step % 25 == 0:
             kind = "large"
         size = LARGE_BYTES if kind == "large" else draw.choice([0, 10, 700, 2048, 10_240, 70_000, 300_000])
         name = f"{kind}-{step}" if kind in ("new", "large") else draw.choice(sorted(sizes))

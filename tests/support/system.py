@@ -10,6 +10,7 @@ import ctypes
 import os
 import pickle
 import re
+import select
 import signal
 import subprocess
 import time
@@ -123,11 +124,17 @@ def kill_and_wait(pid: int, number: int = signal.SIGKILL, seconds: float = 10.0)
 
 
 def alive(pid: int) -> bool:
-    """Whether `pid` runs; a zombie does not."""
+    """Whether any thread of `pid` runs: a leader that is a zombie may leave others behind, with its locks."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
         return False
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        return not poller.poll(0)
+    finally:
+        os.close(descriptor)
 
 
 def as_user(uid: int, function: Callable[[], T], groups: tuple[int, ...] = ()) -> T:

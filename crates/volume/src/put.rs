@@ -81,6 +81,7 @@ impl Volume {
         for pack in packs {
             self.flusher.packs.release(pack);
         }
+        self.counters.written_bytes.increment(done.bytes);
         outcome?;
         if durable {
             self.store.sync()?;

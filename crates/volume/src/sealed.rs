@@ -24,6 +24,7 @@ pub struct SealedView {
     file: File,
     manifest: Manifest<Mmap>,
     flash: Arc<Flash>,
+    read_bytes: metrics::Counter,
 }
 
 impl SealedView {
@@ -34,7 +35,13 @@ impl SealedView {
             .map_err(|cause| Error::io(format_args!("map the manifest of sealed view {id}"), cause))?;
         let manifest =
             Manifest::open(map).map_err(|error| error.context(format_args!("sealed view {id}")))?;
-        Ok(SealedView { id, file, manifest, flash })
+        Ok(SealedView {
+            id,
+            file,
+            manifest,
+            flash,
+            read_bytes: metrics::counter!("headrace_read_bytes_total"),
+        })
     }
 
     pub fn id(&self) -> SealId {
@@ -185,6 +192,7 @@ impl SealedView {
             filled = end;
         }
         out[filled..].fill(0);
+        self.read_bytes.increment(out.len() as u64);
         Ok(())
     }
 }

@@ -34,7 +34,7 @@ pub struct PackRecord<'a> {
 }
 
 impl PackRecord<'_> {
-    pub(crate) fn length(&self) -> u64 {
+    pub fn length(&self) -> u64 {
         self.pieces.iter().map(|piece| piece.len() as u64).sum()
     }
 }

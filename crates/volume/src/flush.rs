@@ -32,6 +32,7 @@ use crate::live::{Live, LiveTable, Pin, State, region_writes};
 use crate::namespace::Names;
 use crate::packs::{OpenPack, Packs, announce, must_commit, withdraw};
 use crate::placed::{read_extents, read_inline};
+use crate::room::Room;
 
 /// A file that has this much to flush at once, from its start on, gets a segment of its own.
 pub const FILE_SEGMENT_BYTES: u64 = 16 * MIB;
@@ -74,6 +75,7 @@ pub struct Flusher {
     live: Arc<LiveTable>,
     names: Arc<Names>,
     collector: Arc<Collector>,
+    pub room: Arc<Room>,
     pub packs: Packs,
     pub gate: Gate,
     queue: Mutex<Queue>,
@@ -117,16 +119,18 @@ impl Flusher {
         live: Arc<LiveTable>,
         names: Arc<Names>,
         collector: Arc<Collector>,
+        room: Arc<Room>,
         dirty_bytes_max: u64,
     ) -> Flusher {
         Flusher {
             session: store.session(),
-            packs: Packs::new(Arc::clone(&flash), Arc::clone(&store)),
+            packs: Packs::new(Arc::clone(&flash), Arc::clone(&store), Arc::clone(&room)),
             store,
             flash,
             live,
             names,
             collector,
+            room,
             gate: Gate::new(dirty_bytes_max),
             queue: Mutex::default(),
             wake: Condvar::new(),
@@ -254,6 +258,9 @@ impl Flusher {
 
     /// Puts the dirty bytes into the metadata commit itself.
     fn commit_inline(&self, pin: &Pin, state: &mut State) -> Result<()> {
+        if !state.dirty.is_empty() {
+            self.room.check_bytes(state.dirty.bytes())?;
+        }
         let next_slot = state
             .extents
             .iter()
@@ -579,6 +586,7 @@ impl Flusher {
     }
 
     fn append_to_file_segment(&self, taken: &mut Taken) -> Result<()> {
+        self.room.check_bytes(taken.ranges.bytes())?;
         let mut writer = match taken.writer.take() {
             Some(writer) => writer,
             None => {

@@ -9,6 +9,7 @@
 //! | `flush` | the road of dirty bytes: segment, fdatasync, metadata commit |
 //! | `gate` | the bound of dirty memory |
 //! | `packs` | the open pack, its announcement and its close |
+//! | `room` | what is kept of a full disk |
 //! | `placed` | reading what extents name |
 //! | `directory`, `xattr` | listings, extended attributes |
 //! | `by_path`, `put` | the same by path and identity, with permission checks; bulk import |
@@ -37,6 +38,7 @@ mod namespace;
 mod packs;
 mod placed;
 mod put;
+mod room;
 mod seal;
 mod sealed;
 mod types;

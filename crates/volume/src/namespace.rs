@@ -350,6 +350,7 @@ impl Volume {
 
     fn make_locked(&self, origin: Origin, parent: Ino, name: &[u8], new: NewInode) -> Result<(Ino, Inode)> {
         check_name(name)?;
+        self.flusher.room.check_name()?;
         if new.target.len() > TARGET_BYTES_MAX {
             return Err(Error::errno(errno::ENAMETOOLONG, "the target of a symbolic link is too long"));
         }
@@ -383,6 +384,7 @@ impl Volume {
 
     pub fn link(&self, origin: Origin, ino: Ino, parent: Ino, name: &[u8]) -> Result<Attr> {
         check_name(name)?;
+        self.flusher.room.check_name()?;
         let _stripe = self.stripes.lock(&[parent]);
         if self.dentry(parent, name)?.is_some() {
             return Err(exists(name));

@@ -11,6 +11,8 @@ use headrace_format::key;
 use headrace_format::record::{Pending, SegmentKind};
 use headrace_meta::{Commit, CommitError, Durability, MetaStore, Precondition, Write};
 
+use crate::room::Room;
+
 /// Large enough that one object per pack is cheap to store and to fetch, small enough to fetch whole.
 pub const PACK_BYTES: u64 = 64 * MIB;
 
@@ -48,17 +50,19 @@ pub struct Packs {
     flash: Arc<Flash>,
     store: Arc<dyn MetaStore>,
     session: SessionId,
+    room: Arc<Room>,
     current: Mutex<Option<Arc<OpenPack>>>,
 }
 
 impl Packs {
-    pub fn new(flash: Arc<Flash>, store: Arc<dyn MetaStore>) -> Packs {
+    pub fn new(flash: Arc<Flash>, store: Arc<dyn MetaStore>, room: Arc<Room>) -> Packs {
         let session = store.session();
-        Packs { flash, store, session, current: Mutex::new(None) }
+        Packs { flash, store, session, room, current: Mutex::new(None) }
     }
 
     /// Appends one frame. The pack must be given back with `release` once the records are committed.
     pub fn append(&self, records: &[PackRecord<'_>]) -> Result<(Arc<OpenPack>, Vec<Placed>)> {
+        self.room.check_bytes(records.iter().map(PackRecord::length).sum())?;
         let mut current = self.lock();
         let pack = match current.as_ref() {
             Some(pack) => Arc::clone(pack),

@@ -61,6 +61,7 @@ impl Volume {
                 ));
             }
         }
+        self.flusher.room.check_bytes(payload.len() as u64)?;
         let _gate = self.flusher.share_inline();
         let packs = if payload.len() as u64 <= INLINE_BYTES_MAX {
             place_inline(&mut planned);

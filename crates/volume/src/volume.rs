@@ -39,6 +39,7 @@ use crate::flush::Flusher;
 use crate::live::{LiveTable, load_inode};
 use crate::namespace::{NODE, Names, Stripes, erase};
 use crate::packs::must_commit;
+use crate::room::Room;
 use crate::seal::OpenSeals;
 use crate::types::{Origin, Statfs, VolumeOptions};
 
@@ -194,12 +195,14 @@ impl Volume {
         let mut recovery = Vec::new();
         let crashed = recover(&*store, &flash, &mut recovery)?;
         let collector = Arc::new(Collector::new(Arc::clone(&store), Arc::clone(&flash)));
+        let room = Arc::new(Room::new(Arc::clone(&flash))?);
         let flusher = Arc::new(Flusher::new(
             Arc::clone(&store),
             Arc::clone(&flash),
             Arc::clone(&live),
             Arc::clone(&names),
             Arc::clone(&collector),
+            room,
             options.memory_bytes_max / DIRTY_SHARE,
         ));
         for (key, _) in store.scan(b"b", b"c", usize::MAX, At::Latest)? {

@@ -526,8 +526,16 @@ def test_batches_by_number_follow_the_permutation(
         assert loader[number].number == number
     assert np.array_equal(np.concatenate(asked), order)
     assert np.array_equal(loader[-1].indices, order[(len(loader) - 1) * 7 :])
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=f"batch {len(loader)} of {len(loader)}"):
         loader[len(loader)]
+    with pytest.warns(UserWarning, match="set_epoch"):
+        loader[0]
+    for number in range(len(loader)):
+        loader[number]  # said once; the tests turn a warning into an error
+    for epoch in (5, 6, 6):
+        loader.set_epoch(epoch)
+        for number in (0, 0, *range(len(loader))):
+            loader[number]
 
 
 def test_rank_and_world_size_come_from_arguments_torch_or_environment(
@@ -567,6 +575,14 @@ def test_rank_and_world_size_come_from_arguments_torch_or_environment(
 def test_senseless_options_are_invalid(dataset: headrace.Dataset, options: dict[str, Any]) -> None:
     with pytest.raises(Invalid):
         headrace.Loader(dataset, **options)
+
+
+def test_wrong_types_are_named(dataset: headrace.Dataset) -> None:
+    made: Any = headrace.Loader
+    with pytest.raises(TypeError, match=r"volume\.seal\(path\)"):
+        made(dataset.volume)
+    with pytest.raises(TypeError, match="batch_size must be an integer, not '8'"):
+        made(dataset, batch_size="8")
 
 
 def test_a_loader_pickles_small_before_and_after_use(loader: headrace.Loader) -> None:

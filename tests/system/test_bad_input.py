@@ -605,3 +605,31 @@ def test_an_engine_that_is_gone_in_mid_call_is_unavailable(volume: VolumeUnderTe
 def test_nobody_can_read_the_log_or_the_socket_folder(volume: VolumeUnderTest) -> None:
     need_root()
     assert as_user(NOBODY, lambda: errno_of(Path(volume.folder / "engine.log").read_bytes)) == "EACCES"
+
+
+def test_a_log_that_cannot_be_written_costs_no_data(new_volume: Make, scratch: Path) -> None:
+    """A log on a disk that is full: lines are lost, nothing else."""
+    volume = new_volume("vol")
+    folder = Path(volume.name)
+    with open("/dev/full", "wb") as full:
+        serving = subprocess.Popen(
+            [engine.find_engine(), "serve", "--volume", folder], stdout=subprocess.PIPE, stderr=full
+        )
+    try:
+        assert serving.stdout is not None
+        assert json.loads(serving.stdout.readline())["ready"]["pid"] == serving.pid
+        api = headrace.connect(folder, start=False)
+        api.write_bytes("/file", b"x" * 300_000)
+        dataset = api.seal("/")
+        for path in volume.segments():
+            path.write_bytes(bytes(path.stat().st_size))
+        with pytest.raises(Corrupt):
+            dataset.read_batch([0])
+        api.write_bytes("/after", b"after", durable=True)
+        assert api.read_bytes("/after") == b"after"
+        api.close()
+    finally:
+        serving.terminate()
+        status = serving.wait(20)
+        serving.stdout.close()
+    assert status == 0

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use headrace_base::{Error, Result};
-use headrace_node::{Engine, EngineOptions, block_signals};
+use headrace_node::{Engine, EngineOptions, block_signals, keep_small};
 use headrace_volume::Volume;
 use serde_json::{Value, json};
 
@@ -113,6 +113,7 @@ fn serve(options: Serve) -> ExitCode {
 
 fn start(options: &Serve) -> Result<Engine> {
     // Before the first thread: they inherit it.
+    keep_small();
     let signals = block_signals()?;
     let engine = Engine::start(EngineOptions {
         folder: absolute(&options.volume)?,
@@ -163,8 +164,24 @@ fn log_to_stderr() {
         .json()
         .flatten_event(true)
         .with_max_level(tracing::Level::INFO)
-        .with_writer(std::io::stderr)
+        // A log that cannot be written (the disk is full) must cost the line, not the engine.
+        .log_internal_errors(false)
+        .with_writer(|| Unfailing)
         .init();
+}
+
+/// Standard error, for lines that may be lost.
+struct Unfailing;
+
+impl Write for Unfailing {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let _ = std::io::stderr().write_all(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 fn log_panics() {

@@ -49,6 +49,11 @@ pub fn is_dead(process: &OwnedFd) -> bool {
     poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
 }
 
+/// Whose connection it is.
+pub fn uid_of(socket: &UnixStream) -> Result<u32> {
+    Ok(credentials(socket)?.uid)
+}
+
 /// `rustix::net::sockopt::socket_peercred` cannot say pid 0, which the kernel answers across pid namespaces.
 fn credentials(socket: &UnixStream) -> Result<libc::ucred> {
     let mut credentials = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };

@@ -28,6 +28,7 @@ mod engine;
 mod files;
 mod identity;
 mod listener;
+mod memory;
 mod metrics;
 mod mounts;
 mod node;
@@ -40,6 +41,7 @@ mod streams;
 mod wake;
 
 pub use engine::{Engine, EngineOptions, MEMORY_BYTES_DEFAULT};
+pub use memory::keep_small;
 pub use signals::block_signals;
 
 pub const ENGINE_VERSION: &str = env!("CARGO_PKG_VERSION");

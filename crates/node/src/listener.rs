@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use headrace_base::error::errno;
 use headrace_base::{Error, Result, thread, time};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, chmodat, open, statat, unlinkat};
 use rustix::net::{
     AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, bind, listen, recv, socket_with,
@@ -31,6 +31,8 @@ pub const SOCKET_NAME: &str = "engine.sock";
 /// Clients that connect at the same moment, for example the ranks of one job.
 const BACKLOG: i32 = 1024;
 /// After an error like "too many open files" that only time can mend.
+/// A client speaks first; one that does not holds a connection that others may need.
+const FIRST_BYTE_PATIENCE: Duration = Duration::from_secs(30);
 const PAUSE: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
@@ -93,7 +95,8 @@ impl Listener {
 
     /// Whether the folder was deleted. Nobody can find the socket then.
     pub fn folder_is_gone(&self) -> bool {
-        rustix::fs::fstat(&self.folder).is_ok_and(|stat| stat.st_nlink == 0)
+        // An error is a file system that went away beneath us: the lock went with it.
+        rustix::fs::fstat(&self.folder).map_or(true, |stat| stat.st_nlink == 0)
     }
 
     /// Accepts until the engine stops. The socket is removed then, while the lock that makes it ours is held.
@@ -129,7 +132,8 @@ impl Listener {
 }
 
 fn accept(node: &Arc<Node>, http: &HttpConnections, socket: Arc<UnixStream>) {
-    let client = match node.enter(&socket) {
+    let entered = crate::identity::uid_of(&socket).and_then(|uid| node.enter(&socket, uid));
+    let client = match entered {
         Ok(client) => client,
         Err(error) => {
             // Without a thread nothing can be answered: the client sees the connection closed.
@@ -193,6 +197,12 @@ fn begin(node: &Arc<Node>, http: &HttpConnections, socket: Arc<UnixStream>) {
 fn first_byte(socket: &UnixStream) -> Option<u8> {
     let mut byte = [0];
     loop {
+        let patience = Timespec { tv_sec: FIRST_BYTE_PATIENCE.as_secs() as i64, tv_nsec: 0 };
+        match poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&patience)) {
+            Ok(0) => return None,
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(_) => return None,
+        }
         match recv(socket.as_fd(), &mut byte, RecvFlags::PEEK) {
             Ok((0, _)) => return None,
             Ok(_) => return Some(byte[0]),

@@ -24,6 +24,10 @@ use crate::wake::Wake;
 
 /// Connections at once: each has a thread and a buffer of its own.
 const CLIENTS_MAX: usize = 1024;
+/// Of them, for root and the engine's own user alone, so that nobody locks out who could help; and what one
+/// other user may have.
+const CLIENTS_RESERVED: usize = 64;
+const CLIENTS_PER_USER_MAX: usize = 256;
 /// Sealed views kept open between their uses. Each is a mapped file.
 const VIEWS_MAX: usize = 64;
 
@@ -37,6 +41,8 @@ pub struct Node {
     pub numbers: Numbers,
     streams: AtomicU32,
     clients: Mutex<HashMap<u64, Arc<UnixStream>>>,
+    /// Connections of each user that has some; changed under the lock of `clients`.
+    clients_of: Mutex<HashMap<u32, usize>>,
     client_left: Condvar,
     last_client: AtomicU64,
     busy_until: Mutex<Instant>,
@@ -57,6 +63,7 @@ impl Node {
             numbers: Numbers::new(),
             streams: AtomicU32::new(0),
             clients: Mutex::default(),
+            clients_of: Mutex::default(),
             client_left: Condvar::new(),
             last_client: AtomicU64::new(0),
             busy_until: Mutex::new(time::monotonic_now()),
@@ -78,8 +85,17 @@ impl Node {
     }
 
     /// Counts a connection until the answer is dropped. Full when there are too many.
-    pub fn enter(self: &Arc<Self>, socket: &Arc<UnixStream>) -> Result<Client> {
+    pub fn enter(self: &Arc<Self>, socket: &Arc<UnixStream>, uid: u32) -> Result<Client> {
         let mut clients = self.clients();
+        let mut clients_of = self.clients_of.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = clients_of.entry(uid).or_default();
+        let trusted = uid == 0 || uid == rustix::process::geteuid().as_raw();
+        if !trusted && (*own >= CLIENTS_PER_USER_MAX || clients.len() >= CLIENTS_MAX - CLIENTS_RESERVED) {
+            return Err(Error::new(
+                Kind::Full,
+                format!("user {uid} has {own} connections to this engine: close some"),
+            ));
+        }
         if clients.len() >= CLIENTS_MAX {
             return Err(Error::new(
                 Kind::Full,
@@ -88,7 +104,8 @@ impl Node {
         }
         let number = self.last_client.fetch_add(1, Ordering::Relaxed) + 1;
         clients.insert(number, Arc::clone(socket));
-        Ok(Client { node: Arc::clone(self), number })
+        *own += 1;
+        Ok(Client { node: Arc::clone(self), number, uid })
     }
 
     pub fn clients_count(&self) -> usize {
@@ -199,6 +216,7 @@ impl Node {
 pub struct Client {
     node: Arc<Node>,
     pub number: u64,
+    uid: u32,
 }
 
 impl Drop for Client {
@@ -206,7 +224,16 @@ impl Drop for Client {
         let mut busy_until = self.node.busy_until.lock().unwrap_or_else(PoisonError::into_inner);
         *busy_until = time::monotonic_now();
         drop(busy_until);
-        self.node.clients().remove(&self.number);
+        let mut clients = self.node.clients();
+        clients.remove(&self.number);
+        let mut clients_of = self.node.clients_of.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(own) = clients_of.get_mut(&self.uid) {
+            *own -= 1;
+            if *own == 0 {
+                clients_of.remove(&self.uid);
+            }
+        }
+        drop((clients, clients_of));
         self.node.client_left.notify_all();
     }
 }

@@ -337,16 +337,7 @@ impl Session {
     fn link(&self, from: &[u8], to: &[u8]) -> Result<Reply> {
         let volume = self.volume();
         let attr = volume.resolve(&self.who, from, false)?;
-        if !self.who.is_root() && attr.uid != self.who.uid {
-            // As Linux with fs.protected_hardlinks: nobody gets to keep a file that its owner removes.
-            let both = Access { read: true, write: true, execute: false };
-            if attr.kind != FileKind::File || volume.check_access(&self.who, &attr, both).is_err() {
-                return Err(Error::errno(
-                    errno::EPERM,
-                    format!("user {} may not link {:?}: it is another's", self.who.uid, shown(from)),
-                ));
-            }
-        }
+        volume.check_link(&self.who, &attr)?;
         let (parent, name) = volume.resolve_parent(&self.who, to)?;
         volume.link(Origin::SOCKET, attr.ino, parent, &name)?;
         self.changed()

@@ -155,6 +155,22 @@ impl Volume {
         ))
     }
 
+    /// As Linux with fs.protected_hardlinks: nobody gets to keep another's file that its owner removes, unless he
+    /// may read and write it anyway.
+    pub fn check_link(&self, who: &Identity, attr: &Attr) -> Result<()> {
+        let both = Access { read: true, write: true, execute: false };
+        let may = who.is_root()
+            || attr.uid == who.uid
+            || (attr.kind == FileKind::File && self.check_access(who, attr, both).is_ok());
+        if may {
+            return Ok(());
+        }
+        Err(Error::errno(
+            errno::EPERM,
+            format!("user {} may not link it: it is user {}'s", who.uid, attr.uid),
+        ))
+    }
+
     /// Ownership for mode, owner and explicit times; the right to write for the size and for times of now.
     pub fn check_setattr(&self, who: &Identity, attr: &Attr, set: &SetAttr) -> Result<()> {
         if who.is_root() {

@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use headrace_base::{Ino, Kind, Result, SegmentId};
 use headrace_flash::Flash;
-use headrace_format::key;
 use headrace_format::record::{Extent, Place, Seal};
+use headrace_format::{BLOCK, key};
 use headrace_meta::{At, MetaStore};
 
 use crate::live::{LiveTable, load_extents, load_inode};
@@ -107,9 +107,22 @@ impl Collector {
                 self.open.lock().unwrap_or_else(PoisonError::into_inner).insert(file.segment);
                 continue;
             }
-            if !self.is_named(live, file.segment, &versions)? {
-                self.flash.remove(file.segment, file.kind)?;
-                removed += 1;
+            match self.is_named(live, file.segment, &versions) {
+                Ok(true) => {}
+                Ok(false) => {
+                    self.flash.remove(file.segment, file.kind)?;
+                    removed += 1;
+                }
+                // Cut short before its first record: nothing can ever have named a byte of it.
+                Err(error) if error.kind() == Kind::Corrupt && file.bytes <= BLOCK => {
+                    tracing::info!(segment = %file.segment, %error, "an unfinished segment is removed");
+                    self.flash.remove(file.segment, file.kind)?;
+                    removed += 1;
+                }
+                // What it holds is not known: it stays, and does not keep others from being looked at.
+                Err(error) => {
+                    tracing::error!(segment = %file.segment, %error, "it is not known what names this segment: it stays");
+                }
             }
         }
         Ok(removed)

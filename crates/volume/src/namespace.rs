@@ -110,6 +110,23 @@ pub fn check_name(name: &[u8]) -> Result<()> {
     Ok(())
 }
 
+/// What a symbolic link may hold.
+pub fn check_target(target: &[u8]) -> Result<()> {
+    if target.len() > TARGET_BYTES_MAX {
+        return Err(Error::errno(
+            errno::ENAMETOOLONG,
+            format!(
+                "the target of a symbolic link has {} bytes, at most {TARGET_BYTES_MAX} fit",
+                target.len()
+            ),
+        ));
+    }
+    if target.is_empty() || target.contains(&0) {
+        return Err(Error::invalid("the target of a symbolic link is empty or holds a NUL"));
+    }
+    Ok(())
+}
+
 pub fn shown(name: &[u8]) -> String {
     String::from_utf8_lossy(name).into_owned()
 }
@@ -351,8 +368,8 @@ impl Volume {
     fn make_locked(&self, origin: Origin, parent: Ino, name: &[u8], new: NewInode) -> Result<(Ino, Inode)> {
         check_name(name)?;
         self.flusher.room.check_name()?;
-        if new.target.len() > TARGET_BYTES_MAX {
-            return Err(Error::errno(errno::ENAMETOOLONG, "the target of a symbolic link is too long"));
+        if new.kind == FileKind::Symlink {
+            check_target(&new.target)?;
         }
         if self.dentry(parent, name)?.is_some() {
             return Err(exists(name));
@@ -556,7 +573,7 @@ impl Volume {
             _ => vec![from.0, to.0],
         };
         if mode != RenameMode::Exchange {
-            self.flush_before_replacing(from, to)?;
+            self.flush_before_moving(from)?;
         }
         let _stripes = self.stripes.lock(&replaced);
         let (source, source_value) = self.dentry(from.0, from.1)?.ok_or_else(|| no_name(from.1))?;
@@ -593,12 +610,12 @@ impl Volume {
         Ok(())
     }
 
-    /// A file that replaces another is flushed first: a crash leaves the old bytes or the new ones, as every
-    /// program that writes a temporary file and renames it expects (ext4: auto_da_alloc).
-    fn flush_before_replacing(&self, from: (Ino, &[u8]), to: (Ino, &[u8])) -> Result<()> {
+    /// A file is flushed before it gets its new name: a crash leaves nothing there, or the file that was there, or
+    /// all bytes of this one, as every program that writes a temporary file and renames it expects. (ext4 does it
+    /// for names that are replaced: auto_da_alloc.)
+    fn flush_before_moving(&self, from: (Ino, &[u8])) -> Result<()> {
         if let Some((source, _)) = self.dentry(from.0, from.1)?
             && source.kind == FileKind::File
-            && self.dentry(to.0, to.1)?.is_some()
             && let Some(pin) = self.live.find(source.ino)
         {
             self.flusher.flush_inode(&pin, Inline::Leave)?;

@@ -70,7 +70,15 @@ impl Packs {
                 let segment = SegmentId::generate();
                 announce(&*self.store, segment, SegmentKind::Pack, self.session)?;
                 headrace_base::crash::point("after-announce");
-                let writer = self.flash.create_pack(segment)?;
+                let writer = match self.flash.create_pack(segment) {
+                    Ok(writer) => writer,
+                    Err(error) => {
+                        // Nothing came of it. If even that cannot be said, recovery finds the announcement.
+                        let _ = self.flash.remove(segment, SegmentKind::Pack);
+                        let _ = withdraw(&*self.store, segment);
+                        return Err(error);
+                    }
+                };
                 let pack = Arc::new(OpenPack {
                     segment,
                     syncer: writer.syncer(),

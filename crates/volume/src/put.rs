@@ -18,7 +18,7 @@ use headrace_meta::{Commit, CommitError, Durability, Precondition, Write};
 use crate::by_path::{Access, split};
 use crate::flush::INLINE_BYTES_MAX;
 use crate::live::no_inode;
-use crate::namespace::{Count, new_inode, not_a_directory, shown};
+use crate::namespace::{Count, check_target, new_inode, not_a_directory, shown};
 use crate::packs::OpenPack;
 use crate::types::{Change, Identity, NewInode, Origin, SetAttr};
 use crate::volume::Volume;
@@ -171,6 +171,9 @@ impl Volume {
             return self.put_hard_link(who, entry, parent, name);
         }
         let kind = FileKind::from(entry.kind);
+        if kind == FileKind::Symlink {
+            check_target(entry.target.as_deref().map_or(&[], |target| target.as_slice()))?;
+        }
         let existing = self.dentry(parent, name)?;
         if let Some((dentry, _)) = &existing {
             match (kind, dentry.kind) {
@@ -278,6 +281,7 @@ impl Volume {
     fn put_hard_link(&self, who: &Identity, entry: &PutEntry, parent: Ino, name: &[u8]) -> Result<bool> {
         let target = entry.target.as_ref().ok_or_else(|| Error::invalid("a hard link needs a target"))?;
         let attr = self.resolve(who, target, false)?;
+        self.check_link(who, &attr)?;
         let replaced = match self.dentry(parent, name)? {
             Some((dentry, _)) if dentry.ino == attr.ino => return Ok(true),
             Some(_) => {

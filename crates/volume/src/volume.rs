@@ -493,7 +493,7 @@ fn take_lock(folder: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Cleans up after engines that died. True if there was one.
+/// Cleans up after engines that died. True if one did, or left a segment unfinished.
 fn recover(store: &dyn MetaStore, flash: &Arc<Flash>, said: &mut Vec<String>) -> Result<bool> {
     let all = |letter: u8| store.scan(&[letter], &[letter + 1], usize::MAX, At::Latest);
     let mut died = 0;
@@ -533,6 +533,7 @@ fn recover(store: &dyn MetaStore, flash: &Arc<Flash>, said: &mut Vec<String>) ->
         said.push(format!("removed {orphans} deleted files that were still open"));
     }
     let pending = all(b'P')?;
+    let unfinished = !pending.is_empty();
     let ends = if pending.is_empty() { HashMap::new() } else { named_ends(store)? };
     for (key, value) in pending {
         let pending = Pending::decode(&value)?;
@@ -556,7 +557,7 @@ fn recover(store: &dyn MetaStore, flash: &Arc<Flash>, said: &mut Vec<String>) ->
         must_commit(store, Commit { preconditions: vec![], writes: vec![Write::Delete(key)] })?;
     }
     store.sync()?;
-    Ok(died > 0)
+    Ok(died > 0 || unfinished)
 }
 
 /// How far each segment is named by committed extents, in the present and in every sealed version. Reads all

@@ -325,6 +325,22 @@ fn put_replaces_atomically_and_makes_links() {
     let user = Identity { uid: 7, gid: 7, groups: vec![] };
     let denied = volume.put(&user, &[put_entry("/d/x", 1)], b"1", false, false).unwrap_err();
     assert_eq!(denied.raw_errno(), errno::EACCES);
+
+    let link = |target: &[u8]| PutEntry {
+        kind: message::Kind::Symlink,
+        target: Some(ByteBuf::from(target)),
+        ..put_entry("/d/link", 0)
+    };
+    for bad in [&b""[..], b"a\0b", &[b'x'; 5000]] {
+        assert!(volume.put(&ROOT, &[link(bad)], b"", false, false).is_err());
+    }
+    volume.put(&ROOT, &[link(b"a")], b"", false, false).unwrap();
+    let open_to_all = PutEntry { kind: message::Kind::Directory, mode: 0o777, ..put_entry("/pub", 0) };
+    volume.put(&ROOT, &[open_to_all], b"", false, false).unwrap();
+    let hard =
+        PutEntry { hard_link: true, target: Some(ByteBuf::from(&b"/secret"[..])), ..put_entry("/pub/s", 0) };
+    volume.put(&ROOT, &[PutEntry { mode: 0o600, ..put_entry("/secret", 1) }], b"1", false, false).unwrap();
+    assert_eq!(volume.put(&user, &[hard], b"", false, false).unwrap_err().raw_errno(), errno::EPERM);
 }
 
 #[test]
@@ -365,11 +381,26 @@ fn a_sealed_view_never_changes() {
     let volume = reopen(folder.path(), volume);
     check(&volume.open_seal(&ROOT, id).unwrap());
     assert_eq!(volume.seals().unwrap().len(), 1);
+    // One flipped bit anywhere in its columns is found before a byte is served by it.
+    let path = folder.path().join(format!("v/manifests/{id}.manifest"));
+    let whole = std::fs::read(&path).unwrap();
+    for at in (4096..whole.len()).step_by(97) {
+        let mut damaged = whole.clone();
+        damaged[at] ^= 0x10;
+        std::fs::write(&path, damaged).unwrap();
+        if let Ok(view) = volume.open_seal(&ROOT, id) {
+            check(&view);
+        }
+    }
 }
 
 #[test]
 fn space_of_removed_files_comes_back_but_not_what_a_seal_holds() {
     let (folder, volume) = new_volume();
+    // What a crash on a full disk leaves: it must not keep the rest from being looked at.
+    let stray = folder.path().join("v/segments/00");
+    std::fs::create_dir_all(&stray).unwrap();
+    std::fs::write(stray.join("01ARZ3NDEKTSV4RRFFQ69G5F00.pack"), b"").unwrap();
     let large = noise(20 << 20, 1);
     for name in [b"kept".as_slice(), b"gone"] {
         write_file(&volume, Ino::ROOT, name, &large);

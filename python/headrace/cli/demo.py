@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -341,12 +342,14 @@ def _unmount(volume: Volume, mountpoint: str) -> None:
 def _remove(folder: str) -> None:
     # Never into a mount that could not be ended: that would delete through it.
     if os.path.ismount(os.path.join(folder, "mnt")):
-        raise OSError(f"{folder}/mnt is still mounted: headrace unmount {folder}/mnt, then remove {folder}")
+        mountpoint = shlex.quote(os.path.join(folder, "mnt"))
+        raise OSError(f"{folder}/mnt is still mounted: headrace unmount {mountpoint}, then remove {folder}")
     shutil.rmtree(folder)
 
 
 def _how_to_remove(folder: str) -> str:
-    return f"Kept in {folder}. To remove it: headrace down {folder}/vol && rm -r {folder}"
+    volume = shlex.quote(os.path.join(folder, "vol"))
+    return f"Kept in {folder}. To remove it: headrace down {volume} && rm -r {shlex.quote(folder)}"
 
 
 # -- the epochs --------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ import click
 
 from headrace import __version__
 from headrace.cli.mounts import file_system_of, headrace_mounts
-from headrace.cli.text import print_json, print_table, shown
+from headrace.cli.text import print_json, print_table, printable, shown
 from headrace.client.engine import find_engine
 from headrace.errors import HeadraceError
 from headrace.model.clock import monotonic_ns, sleep_seconds
@@ -327,7 +328,8 @@ def _mounts() -> Iterator[Finding]:
         if trouble is None:
             yield Finding("mounts", Verdict.OK, f"{name} answers")
         else:
-            yield Finding("mounts", Verdict.FAIL, f"{name}: {trouble}", f"headrace unmount {name}")
+            remedy = f"headrace unmount {printable(shlex.quote(os.fsdecode(mount.path)))}"
+            yield Finding("mounts", Verdict.FAIL, f"{name}: {trouble}", remedy)
 
 
 def _mount_trouble(path: bytes) -> str | None:
@@ -399,7 +401,8 @@ def _volume(volume: str) -> Iterator[Finding]:
     name = shown(volume)
     marker = os.path.join(volume, "HEADRACE")
     if not os.path.exists(volume):
-        yield Finding("volume", Verdict.FAIL, f"{name} is not there", f"headrace create {name}")
+        remedy = f"headrace create {printable(shlex.quote(volume))}"
+        yield Finding("volume", Verdict.FAIL, f"{name} is not there", remedy)
         return
     if not os.path.isdir(volume):
         yield Finding("volume", Verdict.FAIL, f"{name} is not a folder", "name the volume's folder")

@@ -12,13 +12,13 @@ import click
 
 from headrace.cli.exit_codes import ExitCode
 from headrace.cli.place import Place
-from headrace.cli.text import json_name, print_json, printable, shown, stderr_is_terminal, warn
+from headrace.cli.text import counted, json_name, print_json, printable, shown, stderr_is_terminal, warn
 from headrace.client.volume import Volume
 from headrace.control.destination import VolumeDestination
 from headrace.control.importer import Importer, ImportReport, Refused
 from headrace.control.source import Source
 from headrace.control.trees import open_source
-from headrace.errors import Conflict, HeadraceError, Invalid
+from headrace.errors import Conflict, HeadraceError
 from headrace.model.clock import monotonic_ns
 from headrace.units import format_bytes, format_count, format_seconds
 
@@ -31,13 +31,17 @@ _REFRESHES_PER_SECOND = 5
 _BYTES_PER_FILE = 64 << 10
 
 
-def run_import(source_path: str, place: Place, volume: Volume, as_json: bool) -> ExitCode:
+def run_import(source_path: str, place: Place, volume: Volume, replace: bool, as_json: bool) -> ExitCode:
     """Imports, shows progress on a terminal, prints the summary. OK, or FAILURE if anything is missing."""
-    refuse_import_into_itself(source_path, place, volume)
     started_ns = monotonic_ns()
-    source = open_source(source_path, volume_folder=volume.path, devices=os.geteuid() == 0)
+    source = open_source(
+        source_path,
+        volume_folder=volume.path,
+        mountpoints=[mount.mountpoint for mount in volume.status().mounts],
+        devices=os.geteuid() == 0,
+    )
     destination = VolumeDestination(volume.path)
-    importer = Importer(source, destination, place.path, owners=os.geteuid() == 0)
+    importer = Importer(source, destination, place.path, owners=os.geteuid() == 0, replace=replace)
     try:
         with show_progress(source, importer.report, "import"):
             report = importer.run()
@@ -46,14 +50,12 @@ def run_import(source_path: str, place: Place, volume: Volume, as_json: bool) ->
         told = error.__cause__ if isinstance(error.__cause__, HeadraceError) else Conflict(str(error))
         raise _told_from_above(f"import into {place}", told) from error
     except HeadraceError as error:
-        done = format_count(importer.report.entries)
-        raise _told_from_above(
-            f"import stopped after {done} entries; run it again to go on", error
-        ) from error
+        done = counted(importer.report.entries, "entry", "entries")
+        raise _told_from_above(f"import stopped after {done}; run it again to go on", error) from error
     except KeyboardInterrupt as error:
-        done = format_count(importer.report.entries)
+        done = counted(importer.report.entries, "entry", "entries")
         raise KeyboardInterrupt(
-            f"interrupted after {done} entries, which are in; run the same command again to go on"
+            f"interrupted after {done}, which are in; run the same command again to go on"
         ) from error
     finally:
         source.close()
@@ -71,21 +73,8 @@ def _told_from_above(doing: str, error: HeadraceError) -> HeadraceError:
     return HeadraceError.of(error.kind, error.errno or 0, f"{doing}: {error.message}")
 
 
-def refuse_import_into_itself(source_path: str, place: Place, volume: Volume) -> None:
-    """A folder of the volume's own mount must not be imported into itself: it would grow while it is read."""
-    source = os.fsencode(os.path.realpath(source_path))
-    for mount in volume.status().mounts:
-        root = mount.mountpoint.rstrip(b"/")
-        if source == root or source.startswith(root + b"/"):
-            inside = source[len(root) :].rstrip(b"/")
-            if place.path == inside or place.path.startswith(inside + b"/"):
-                raise Invalid(
-                    f"{source_path} is {place.volume}:{shown(inside or b'/')}, which holds the target"
-                )
-
-
 def print_summary(report: ImportReport, seconds: float) -> None:
-    parts = [f"{format_count(report.files)} files ({format_bytes(report.file_bytes)})"]
+    parts = [f"{counted(report.files, 'file', 'files')} ({format_bytes(report.file_bytes)})"]
     for count, one, many in (
         (report.directories, "directory", "directories"),
         (report.symlinks, "symbolic link", "symbolic links"),
@@ -93,12 +82,22 @@ def print_summary(report: ImportReport, seconds: float) -> None:
         (report.special, "special file", "special files"),
     ):
         if count:
-            parts.append(f"{format_count(count)} {one if count == 1 else many}")
+            parts.append(counted(count, one, many))
     rate = f", {format_count(report.files / seconds)} files/s" if report.files and seconds > 0 else ""
     line = f"imported {', '.join(parts)} in {format_seconds(seconds)}{rate}"
+    if report.replaced:
+        line += f"; replaced {format_count(report.replaced)}"
     if report.skipped:
-        line += f"; {format_count(report.skipped)} entries were there already"
+        line += f"; {counted(report.skipped, 'entry was', 'entries were')} there already"
     click.echo(line)
+    if report.kept:
+        many = counted(
+            len(report.kept),
+            "entry is newer in the volume and was",
+            "entries are newer in the volume and were",
+        )
+        warn(f"note: {many} kept; --replace overwrites {'it' if len(report.kept) == 1 else 'them'}")
+        _name_some(report.kept, "kept: ")
     for note in report.notes:
         warn(f"note: {note}")
     for path, why in report.problems[:PROBLEMS_SHOWN]:
@@ -106,12 +105,26 @@ def print_summary(report: ImportReport, seconds: float) -> None:
     if len(report.problems) > PROBLEMS_SHOWN:
         warn(f"... and {format_count(len(report.problems) - PROBLEMS_SHOWN)} more (all with --json)")
     if report.problems:
-        warn(
-            f"{format_count(len(report.problems))} entries were not imported; everything else is in. "
-            "Run the same command again to try these once more"
-        )
+        missing = f"{counted(len(report.problems), 'entry was', 'entries were')} not imported"
+        # What is refused is refused again: only the others are worth another run.
+        retried = len(report.problems) - report.refused
+        if retried and report.refused:
+            again = f". Run the same command again to try {format_count(retried)} of them once more"
+        elif retried:
+            these = "it" if retried == 1 else "these"
+            again = f". Run the same command again to try {these} once more"
+        else:
+            again = ""
+        warn(f"{missing}; everything else is in{again}")
     if report.damage is not None:
         warn(f"{report.damage}; everything before it is in")
+
+
+def _name_some(paths: list[bytes], before: str) -> None:
+    for path in paths[:PROBLEMS_SHOWN]:
+        warn(f"{before}{shown(path)}")
+    if len(paths) > PROBLEMS_SHOWN:
+        warn(f"... and {format_count(len(paths) - PROBLEMS_SHOWN)} more (all with --json)")
 
 
 def report_fields(report: ImportReport, seconds: float) -> dict[str, object]:
@@ -125,6 +138,8 @@ def report_fields(report: ImportReport, seconds: float) -> dict[str, object]:
         "hard_links": report.hard_links,
         "special": report.special,
         "skipped": report.skipped,
+        "replaced": report.replaced,
+        "kept": [json_name("path", path) for path in report.kept],
         "seconds": round(seconds, 3),
         "problems": [{**json_name("path", path), "reason": printable(why)} for path, why in report.problems],
         "notes": [printable(note) for note in report.notes],

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from headrace.cli.text import json_name, print_json, shown
+from headrace.cli.text import json_name, print_json, print_table, shown
 from headrace.client.volume import Volume
 from headrace.model.message import Attr, Kind
-from headrace.units import format_bytes
+from headrace.units import format_bytes, format_count
 
 
 def list_place(volume: Volume, path: bytes, long: bool, as_json: bool) -> None:
@@ -146,6 +146,39 @@ def measure(volume: Volume, path: bytes) -> dict[str, int]:
             if attr.kind is Kind.DIRECTORY:
                 stack.append(entry.path)
     return counted
+
+
+def list_seals(volume: Volume, as_json: bool) -> None:
+    """The sealed views of a volume."""
+    seals = volume.seals()
+    if as_json:
+        print_json(
+            {
+                "seals": [
+                    {
+                        "seal": seal.seal,
+                        **json_name("path", seal.path),
+                        "samples": seal.samples,
+                        "bytes": seal.sample_bytes,
+                        "version": seal.version,
+                        "created_ns": seal.created_ns,
+                    }
+                    for seal in seals
+                ]
+            }
+        )
+        return
+    rows = [
+        [
+            seal.seal,
+            shown(seal.path),
+            format_count(seal.samples),
+            format_bytes(seal.sample_bytes),
+            _time(seal.created_ns, "minutes"),
+        ]
+        for seal in seals
+    ]
+    print_table(["seal", "path", "samples", "bytes", "created"], rows, left=2)
 
 
 def _user(uid: int) -> str:

@@ -7,6 +7,7 @@ Errors: a command raises what the API raises; `main` turns it into one line on s
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from types import FrameType
@@ -14,13 +15,14 @@ from typing import Any, NoReturn
 
 import click
 
+from headrace import __version__
 from headrace.cli.exit_codes import HELP_TEXT, ExitCode, exit_code_of
 from headrace.cli.place import parse_place
-from headrace.cli.text import json_name, print_json, printable, shown, warn
+from headrace.cli.text import counted, json_name, print_json, printable, shown, warn
 from headrace.client import engine
 from headrace.client.volume import Volume, connect
 from headrace.errors import Conflict, HeadraceError, Invalid
-from headrace.units import format_bytes, format_count, parse_bytes
+from headrace.units import format_bytes, parse_bytes
 
 _debug = False
 
@@ -42,6 +44,23 @@ BYTES = _Bytes()
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 
+class _VolumeFolder(click.ParamType[str]):
+    """A volume as a whole. Most likely mistake: a place in one."""
+
+    name = "volume"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        folder = str(value)
+        whole = engine.volume_of_place(folder)
+        if whole is not None and not os.path.lexists(folder):
+            command = "this command" if ctx is None else ctx.info_name
+            raise Invalid(f"{command} takes a whole volume: {shown(whole)}")
+        return folder
+
+
+VOLUME = _VolumeFolder()
+
+
 def open_volume(volume: str, *, start: bool = True) -> Volume:
     """`connect`, with a folder that is no volume as the state's fault and not the arguments'."""
     try:
@@ -55,6 +74,7 @@ def open_volume(volume: str, *, start: bool = True) -> Volume:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.option("--debug", is_flag=True, help="Show tracebacks of errors.")
+@click.version_option(__version__, "--version", message="headrace %(version)s")
 def cli(debug: bool) -> None:
     """Headrace: one tree of files, fed to training at the speed of the disk.
 
@@ -74,7 +94,7 @@ def cli(debug: bool) -> None:
 
 
 @cli.command()
-@click.argument("volume")
+@click.argument("volume", type=VOLUME)
 @json_option
 def create(volume: str, as_json: bool) -> None:
     """Make a new volume in VOLUME, a folder that is missing or empty.
@@ -91,7 +111,7 @@ def create(volume: str, as_json: bool) -> None:
 
 
 @cli.command()
-@click.argument("volume")
+@click.argument("volume", type=VOLUME)
 @click.option(
     "--system", is_flag=True, help="Serve all users of this machine, each with own rights (as root)."
 )
@@ -121,27 +141,45 @@ def up(volume: str, system: bool, memory_bytes: int | None, as_json: bool) -> No
 
 
 @cli.command()
-@click.argument("volume")
+@click.argument("volume", type=VOLUME)
 @json_option
 def down(volume: str, as_json: bool) -> None:
     """Stop the engine of VOLUME: flush, unmount, end.
+
+    Its mounts go with it, also those in use (which it names), and do not come back with `headrace up`.
 
     \b
     Example:
       headrace down ./vol
     """
+    from headrace.cli.mounts import mounts_of, users_of
+
+    users = users_of(mounts_of(volume))
     try:
         stopped = engine.stop(volume)
     except Invalid as error:
         raise Conflict(error.message) from error
+    left = mounts_of(volume)
     if as_json:
-        print_json({"stopped": stopped})
-    else:
-        click.echo(f"engine of {shown(volume)} {'stopped' if stopped else 'was not running'}")
+        in_use = [
+            {**json_name("mountpoint", os.fsencode(user.mountpoint)), "pid": user.pid, "name": user.name}
+            for user in users
+        ]
+        print_json({"stopped": stopped, "mounts_in_use": in_use})
+        return
+    click.echo(f"engine of {shown(volume)} {'stopped' if stopped else 'was not running'}")
+    for mountpoint in dict.fromkeys(user.mountpoint for user in users):
+        names = ", ".join(f"{user.name} ({user.pid})" for user in users if user.mountpoint == mountpoint)
+        now = (
+            f"end it with `headrace unmount {shlex.quote(mountpoint)}`"
+            if mountpoint in left
+            else "it is gone now"
+        )
+        warn(f"mount {mountpoint} was in use by {names}; {now}")
 
 
 @cli.command()
-@click.argument("volume")
+@click.argument("volume", type=VOLUME)
 @json_option
 def status(volume: str, as_json: bool) -> None:
     """Show what the engine of VOLUME does.
@@ -159,7 +197,7 @@ def status(volume: str, as_json: bool) -> None:
 
 
 @cli.command()
-@click.argument("volume")
+@click.argument("volume", type=VOLUME)
 @click.argument("mountpoint")
 @click.option("--read-only", is_flag=True, help="Refuse all changes through this mount.")
 @click.option("--allow-other", is_flag=True, help="Let other users in, each with own rights.")
@@ -199,14 +237,19 @@ def unmount(mountpoint: str) -> None:
 @cli.command(name="import")
 @click.argument("source")
 @click.argument("target", metavar="VOLUME:/path")
+@click.option("--replace", is_flag=True, help="Overwrite also what is newer in the volume.")
 @json_option
-def import_(source: str, target: str, as_json: bool) -> ExitCode:
+def import_(source: str, target: str, replace: bool, as_json: bool) -> ExitCode:
     """Copy SOURCE, a folder or a tar archive, into a volume.
 
     What is in SOURCE lands in the folder VOLUME:/path, with modes, times, links and (as root) owners.
-    Extended attributes are left out. Archives may be compressed (gzip, xz, bzip2). Safe to run again after
-    an interruption: what is there already is skipped. Ends with exit code 6 if anything is missing, and
+    Extended attributes are left out. Archives may be compressed (gzip, xz, bzip2). Mounts of the volume and
+    its own folder, if they lie in SOURCE, are skipped. Ends with exit code 6 if anything is missing, and
     names it.
+
+    Safe to run again, after an interruption or when SOURCE has changed: what is there already is skipped,
+    what differs is replaced, except where the volume's entry is newer than the source's. Such entries are
+    kept and named; --replace overwrites them.
 
     \b
     Examples:
@@ -217,7 +260,7 @@ def import_(source: str, target: str, as_json: bool) -> ExitCode:
 
     place = parse_place(target)
     with open_volume(place.volume) as volume:
-        return run_import(source, place, volume, as_json)
+        return run_import(source, place, volume, replace, as_json)
 
 
 @cli.command()
@@ -269,13 +312,14 @@ def du(place: str, as_json: bool) -> None:
 
     parsed = parse_place(place, bare_volume=True)
     with open_volume(parsed.volume) as volume:
-        counted = measure(volume, parsed.path)
+        measured = measure(volume, parsed.path)
     if as_json:
-        print_json({**json_name("path", parsed.path), **counted})
+        print_json({**json_name("path", parsed.path), **measured})
         return
     click.echo(
-        f"{format_bytes(counted['bytes'])} in {format_count(counted['files'])} files, "
-        f"{format_count(counted['directories'])} directories, {format_count(counted['others'])} others"
+        f"{format_bytes(measured['bytes'])} in {counted(measured['files'], 'file', 'files')}, "
+        f"{counted(measured['directories'], 'directory', 'directories')}, "
+        f"{counted(measured['others'], 'other', 'others')}"
     )
 
 
@@ -303,7 +347,23 @@ def seal(place: str, as_json: bool) -> None:
     if as_json:
         print_json({**json_name("path", parsed.path), **fields})
     else:
-        click.echo(f"sealed {parsed} as {dataset.seal}: {format_count(len(dataset))} samples")
+        click.echo(f"sealed {parsed} as {dataset.seal}: {counted(len(dataset), 'sample', 'samples')}")
+
+
+@cli.command()
+@click.argument("volume", type=VOLUME)
+@json_option
+def seals(volume: str, as_json: bool) -> None:
+    """List the sealed views of VOLUME, oldest first.
+
+    \b
+    Example:
+      headrace seals ./vol
+    """
+    from headrace.cli.listing import list_seals
+
+    with open_volume(volume) as opened:
+        list_seals(opened, as_json)
 
 
 @cli.group()
@@ -368,7 +428,7 @@ def large_file(
 
 
 @bench.command(name="loader")
-@click.option("--volume", required=True, metavar="VOLUME")
+@click.option("--volume", type=VOLUME, required=True, metavar="VOLUME")
 @click.option("--path", required=True, metavar="PATH", help="Folder in the volume to seal and read.")
 @click.option("--batch", "batch_size", type=click.IntRange(min=1), default=256, show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
@@ -397,7 +457,7 @@ def _thread_counts(text: str) -> list[int]:
 
 
 @cli.command()
-@click.argument("volume", required=False)
+@click.argument("volume", type=VOLUME, required=False)
 @json_option
 def doctor(volume: str | None, as_json: bool) -> ExitCode:
     """Check whether this machine can run Headrace, and VOLUME if given.
@@ -442,8 +502,6 @@ def version(as_json: bool) -> None:
     Example:
       headrace version
     """
-    from headrace import __version__
-
     if as_json:
         print_json({"version": __version__, "python": sys.version.split()[0]})
     else:

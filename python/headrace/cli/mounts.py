@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -13,6 +14,8 @@ from headrace.client.volume import connect
 from headrace.errors import Conflict, HeadraceError, NotFound
 
 _HELPER_SECONDS_MAX = 30
+# What a process has of a mount besides its open files.
+_PLACES_OF_PROCESS = ("cwd", "root", "exe")
 
 
 class MountPoint(NamedTuple):
@@ -79,6 +82,61 @@ def file_system_of(path: str) -> str:
     """The type of the file system that `path` lies on, such as ext4."""
     mount = mount_above(path)
     return "unknown" if mount is None else mount.kind.decode(errors="replace")
+
+
+def mounts_of(volume: str) -> list[str]:
+    """Where the volume in the folder `volume` is mounted."""
+    folder = os.path.realpath(volume)
+    return [
+        os.fsdecode(mount.path) for mount in headrace_mounts() if os.path.realpath(mount.volume) == folder
+    ]
+
+
+class User(NamedTuple):
+    """A process that stands in a mount or has something of it open."""
+
+    mountpoint: str
+    pid: int
+    name: str
+
+
+def users_of(mountpoints: list[str]) -> list[User]:
+    """Who uses the mounts, as far as this user may see; without this process. Looks at links in /proc alone,
+    so that a mount that does not answer cannot block it."""
+    found: list[User] = []
+    try:
+        pids = sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
+    except OSError:
+        return found
+    for pid in pids if mountpoints else ():
+        if pid == os.getpid():
+            continue
+        links = _links_of(pid)
+        found += [
+            User(mountpoint, pid, _name_of(pid))
+            for mountpoint in mountpoints
+            if any(link == mountpoint or link.startswith(mountpoint.rstrip("/") + "/") for link in links)
+        ]
+    return found
+
+
+def _links_of(pid: int) -> list[str]:
+    paths = [f"/proc/{pid}/{place}" for place in _PLACES_OF_PROCESS]
+    with contextlib.suppress(OSError):
+        paths += [f"/proc/{pid}/fd/{number}" for number in os.listdir(f"/proc/{pid}/fd")]
+    links = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(path))
+    return links
+
+
+def _name_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/comm", "rb") as file:
+            return os.fsdecode(file.read().rstrip(b"\n"))
+    except OSError:
+        return "a process"
 
 
 def end_mount(mountpoint: str) -> None:

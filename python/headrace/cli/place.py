@@ -20,7 +20,7 @@ class Place(NamedTuple):
 
 def parse_place(text: str, *, bare_volume: bool = False) -> Place:
     """Splits at `:/`. Both sides may hold it too: the split is the last one whose left side exists, or the
-    last of all. With `bare_volume` a volume alone means its root.
+    last of all. `vol:` means `vol:/`; with `bare_volume` a volume alone means its root as well.
 
     >>> parse_place("./vol:/data/train")
     Place(volume='./vol', path=b'/data/train')
@@ -28,6 +28,8 @@ def parse_place(text: str, *, bare_volume: bool = False) -> Place:
     'C:/vol'
     """
     splits = [at for at in range(len(text) - 1, 0, -1) if text.startswith(":/", at)]
+    if not splits and len(text) > 1 and text.endswith(":") and not (bare_volume and os.path.isdir(text)):
+        return Place(text[:-1], b"/")
     if bare_volume and (not splits or os.path.isdir(text)):
         return Place(text, b"/")
     if not splits:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 import msgspec
 
-from headrace.cli.text import json_name, print_json, printable, shown
+from headrace.cli.text import counted, json_name, print_json, printable, shown
 from headrace.client.volume import Volume
 from headrace.units import format_bytes, format_count
 
@@ -50,13 +50,23 @@ def print_status(volume: Volume, as_json: bool) -> None:
         ),
         ("unsaved", format_bytes(status.dirty_bytes)),
         ("clients", f"{status.clients}, {status.streams} of them reading batches"),
-        ("holds", f"{format_count(status.inodes)} inodes, {format_count(status.seals)} sealed views"),
+        (
+            "holds",
+            ", ".join(
+                [
+                    counted(status.inodes, "inode", "inodes"),
+                    counted(status.seals, "sealed view", "sealed views"),
+                ]
+            ),
+        ),
         ("segments", f"{format_count(status.segments)}, {format_bytes(status.segment_bytes)}"),
         ("disk", f"{format_bytes(space.bytes_available)} free, {used:.0f} % used"),
     ]
     for mount in status.mounts:
         how = "read-only, " if mount.read_only else ""
-        rows.append(("mount", f"{shown(mount.mountpoint)} ({how}{format_count(mount.requests)} requests)"))
+        rows.append(
+            ("mount", f"{shown(mount.mountpoint)} ({how}{counted(mount.requests, 'request', 'requests')})")
+        )
     rows.extend(("recovery", printable(line)) for line in status.recovery)
     rows.extend(("warning", printable(line)) for line in status.warnings)
     for name, value in rows:

@@ -17,6 +17,8 @@ from typing import Any
 
 import click
 
+from headrace.units import format_count
+
 _ESCAPES = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -51,6 +53,15 @@ def json_name(key: str, name: bytes) -> dict[str, str]:
         return {key: name.decode()}
     except UnicodeDecodeError:
         return {key: shown(name), f"{key}_b64": base64.b64encode(name).decode()}
+
+
+def counted(count: int, one: str, many: str) -> str:
+    """A count with its noun.
+
+    >>> counted(1, "entry", "entries"), counted(1200, "entry", "entries")
+    ('1 entry', '1,200 entries')
+    """
+    return f"{format_count(count)} {one if count == 1 else many}"
 
 
 def print_json(value: Any) -> None:

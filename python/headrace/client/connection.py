@@ -18,6 +18,7 @@ import errno
 import itertools
 import os
 import select
+import shlex
 import socket
 import weakref
 from collections import deque
@@ -166,13 +167,18 @@ class Pool:
     def take(self) -> Connection:
         """A usable connection that is the caller's alone, until `give`."""
         while True:
-            try:
-                connection = self._idle.pop()
-            except IndexError:
+            connection = self._take_idle()
+            if connection is None:
                 return self._connect()
             if connection.usable():
                 return connection
             connection.close()
+
+    def _take_idle(self) -> Connection | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
 
     def give(self, connection: Connection) -> None:
         """Returns a connection that is in step and holds nothing."""
@@ -211,14 +217,15 @@ def connect_socket(volume: str) -> Channel:
             sock.connect(address)
         else:
             _connect_through_descriptor(sock, volume)
-    except (ConnectionRefusedError, FileNotFoundError, NotADirectoryError) as error:
+    except (ConnectionRefusedError, FileNotFoundError, NotADirectoryError):
         sock.close()
-        raise NotFound(f"no engine runs for volume {volume}") from error
+        raise NotFound(f"no engine runs for volume {volume}") from None
     except PermissionError as error:
         sock.close()
         raise Permission(
             f"the engine of volume {volume} does not serve this user (uid {os.geteuid()}): work as "
-            f"{owner_name(volume)}, or have it started for all with `headrace up --system {volume}` as root",
+            f"{owner_name(volume)}, or have it started for all with "
+            f"`headrace up --system {shlex.quote(volume)}` as root",
             error.errno,
         ) from error
     except BaseException:

@@ -9,9 +9,11 @@ by itself when nobody has used it for 15 minutes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
+import shlex
 import shutil
 import subprocess
 import sys
@@ -113,6 +115,14 @@ def find_engine() -> str:
     return os.path.abspath(found)
 
 
+def volume_of_place(text: str) -> str | None:
+    """The volume's folder, if `text` is written like a place in a volume that is there (./vol:/path)."""
+    ends = [
+        at for at in range(len(text) - 1, 0, -1) if text[at] == ":" and text[at + 1 : at + 2] in ("", "/")
+    ]
+    return next((text[:at] for at in ends if os.path.exists(os.path.join(text[:at], MARKER))), None)
+
+
 def check_volume(folder: str) -> Marker:
     """The marker of the volume in `folder`, or an error that says what is there instead and what to do.
 
@@ -121,30 +131,39 @@ def check_volume(folder: str) -> Marker:
     """
     try:
         is_folder = os.path.isdir(folder) if os.stat(folder) else False
-    except FileNotFoundError as error:
-        raise NotFound(f"volume {folder} does not exist: make it with `headrace create {folder}`") from error
-    except NotADirectoryError as error:
-        raise NotADirectory(f"volume {folder}: a part of this path is a file") from error
-    except PermissionError as error:
+    except FileNotFoundError:
+        whole = volume_of_place(folder)
+        if whole is not None:
+            raise Invalid(
+                f"{folder} is a place in volume {whole}: give the volume's folder alone, and the path to the "
+                "calls that take one"
+            ) from None
+        raise NotFound(
+            f"volume {folder} does not exist: make it with `headrace create {shlex.quote(folder)}`"
+        ) from None
+    except NotADirectoryError:
+        raise NotADirectory(f"volume {folder}: a part of this path is a file") from None
+    except PermissionError:
         raise Permission(
             f"volume {folder}: a folder above it may not be entered by uid {os.geteuid()}"
-        ) from error
+        ) from None
     except OSError as error:
         raise of_os_error(f"look at volume {folder}", error) from error
     if not is_folder:
         raise NotADirectory(f"{folder} is a file; a volume is a folder: give the folder's path")
     try:
         raw = Path(folder, MARKER).read_bytes()
-    except FileNotFoundError as error:
+    except FileNotFoundError:
         raise Invalid(
             f"{folder} is a folder but not a volume (no file {MARKER} in it): make one in a new or empty "
             f"folder with `headrace create`"
-        ) from error
-    except PermissionError as error:
+        ) from None
+    except PermissionError:
         raise Permission(
             f"volume {folder} belongs to {owner_name(folder)} and may not be read by uid {os.geteuid()}: "
-            f"work as its owner, or have it started for all with `headrace up --system {folder}` as root"
-        ) from error
+            "work as its owner, or have it started for all with "
+            f"`headrace up --system {shlex.quote(folder)}` as root"
+        ) from None
     except OSError as error:
         raise of_os_error(f"read {folder}/{MARKER}", error) from error
     try:
@@ -171,6 +190,9 @@ def create(volume: str | os.PathLike[str]) -> str:
     folder = volume_folder(volume)
     if os.path.exists(os.path.join(folder, MARKER)):
         raise AlreadyExists(f"{folder} is a volume already: use it, or choose another folder")
+    whole = volume_of_place(folder)
+    if whole is not None and not os.path.lexists(folder):
+        raise Invalid(f"{folder} is a place in volume {whole}: give a new folder outside it")
     run = subprocess.run(
         [find_engine(), "create", "--volume", folder],
         stdin=subprocess.DEVNULL,
@@ -250,8 +272,8 @@ def greet(connection: Connection) -> Welcome:
     if welcome.wire != WIRE:
         raise Invalid(
             f"the engine of volume {connection.volume} (pid {welcome.pid}, {welcome.engine}) speaks wire "
-            f"version {welcome.wire}, this headrace {WIRE}: stop it with `headrace down`, so that the "
-            "installed one starts"
+            f"version {welcome.wire}, this headrace {WIRE}: stop it with "
+            f"`headrace down {shlex.quote(connection.volume)}`, so that the installed one starts"
         )
     return welcome
 
@@ -259,16 +281,17 @@ def greet(connection: Connection) -> Welcome:
 def _connect_or_start(folder: str, start_if_needed: bool) -> Channel:
     try:
         return connect_socket(folder)
-    except NotFound:
-        check_volume(folder)
-        if not start_if_needed:
-            raise Unavailable(
-                f"no engine runs for volume {folder}: start it with `headrace up {folder}`",
-                errno.ECONNREFUSED,
-            ) from None
-    except HeadraceError:
-        check_volume(folder)  # if the folder itself is the reason, that says more
-        raise
+    except HeadraceError as error:
+        failure = error
+    # Not in the handler: what follows is not caused by the failed attempt.
+    check_volume(folder)  # if the folder itself is the reason, that says more
+    if not isinstance(failure, NotFound):
+        raise failure
+    if not start_if_needed:
+        raise Unavailable(
+            f"no engine runs for volume {folder}: start it with `headrace up {shlex.quote(folder)}`",
+            errno.ECONNREFUSED,
+        )
     _, channel = _start_or_join(folder, idle_exit_seconds=IDLE_EXIT_SECONDS)
     return channel
 
@@ -342,7 +365,7 @@ def _check_startable(folder: str) -> None:
         )
     raise Permission(
         f"volume {folder} belongs to {owner_name(folder)} and may not be written by uid {os.geteuid()}: work "
-        f"as its owner, or have it started for all with `headrace up --system {folder}` as root"
+        f"as its owner, or have it started for all with `headrace up --system {shlex.quote(folder)}` as root"
     )
 
 
@@ -423,9 +446,10 @@ def stop(volume: str | os.PathLike[str]) -> bool:
     not this user's engine.
     """
     folder = volume_folder(volume)
-    try:
+    connection: Connection | None = None
+    with contextlib.suppress(NotFound):
         connection = Connection(connect_socket(folder), folder)
-    except NotFound:
+    if connection is None:
         check_volume(folder)
         return False
     pid = connection.engine_pid

@@ -37,17 +37,27 @@ _KINDS = {
 
 
 class FolderSource:
-    """The tree under a folder. `skip` are directories by (device, inode) that are left out with a note: the
-    volume's own folder must not be imported into itself."""
+    """The tree under a folder.
+
+    skip: directories by (device, inode) that are left out with a note: the volume's own folder must not be
+    imported into itself. skip_devices: file systems that are left out likewise: the mounts of that volume,
+    which would grow while they are read.
+    """
 
     sequential = False
 
     def __init__(
-        self, folder: bytes, *, skip: frozenset[tuple[int, int]] = frozenset(), devices: bool
+        self,
+        folder: bytes,
+        *,
+        skip: frozenset[tuple[int, int]] = frozenset(),
+        skip_devices: frozenset[int] = frozenset(),
+        devices: bool,
     ) -> None:
         self.extras = Extras()
         self._folder = folder
         self._skip = skip
+        self._skip_devices = skip_devices
         self._devices = devices
 
     def entries(self) -> Iterator[Entry]:
@@ -90,13 +100,14 @@ class FolderSource:
         entry = self._entry(path, absolute, status)
         inode = (status.st_dev, status.st_ino)
         if entry.kind == "directory":
-            if inode in self._skip:
-                self.extras.note(f"left out {os.fsdecode(absolute)!r}: it is the volume's own folder")
+            why = self._left_out(status)
+            if why is not None:
+                self.extras.note(f"skipped {os.fsdecode(absolute)}: it is {why}")
                 return None
             return entry
         if entry.kind in ("char_device", "block_device"):
             if not self._devices:
-                self.extras.problem(path, "is a device, which only root can import")
+                self.extras.refuse(path, "is a device, which only root can import")
                 return None
             entry.rdev = status.st_rdev
         elif entry.kind == "symlink":
@@ -112,6 +123,14 @@ class FolderSource:
                 entry.target = first
                 entry.size = status.st_size
         return entry
+
+    def _left_out(self, status: os.stat_result) -> str | None:
+        """What the directory is, if it is not to be walked."""
+        if (status.st_dev, status.st_ino) in self._skip:
+            return "the volume's own folder"
+        if status.st_dev in self._skip_devices:
+            return "a mount of the volume that is imported into"
+        return None
 
     @staticmethod
     def _entry(path: bytes, absolute: bytes, status: os.stat_result) -> Entry:
@@ -174,6 +193,8 @@ class FolderSource:
                     for item in scan:
                         try:
                             if item.is_dir(follow_symlinks=False):
+                                if self._left_out(item.stat(follow_symlinks=False)) is not None:
+                                    continue
                                 stack.append(item.path)
                             elif item.is_file(follow_symlinks=False):
                                 size += item.stat(follow_symlinks=False).st_size

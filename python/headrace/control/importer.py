@@ -2,10 +2,10 @@
 
 Steps for each entry, in the source's order: refuse what would leave the target or go through a symbolic
 link; skip what is there already (kind, size, mode and mtime agree), which is what makes an interrupted
-import safe to run again; collect the rest into batches, which a few threads read and one sends, in order,
-while the caller's thread walks on; stream files above STREAMED_BYTES_MIN to a temporary name that is
-renamed when it is whole. Directories get their times last, bottom up, since filling them changes them. One
-sync at the end makes all of it durable.
+import safe to run again; keep what differs and is newer than the source, unless told to replace it; collect
+the rest into batches, which a few threads read and one sends, in order, while the caller's thread walks on;
+stream files above STREAMED_BYTES_MIN to a temporary name that is renamed when it is whole. Directories get
+their times last, bottom up, since filling them changes them. One sync at the end makes all of it durable.
 
 Invariant: a name in the target is either as it was before or complete. One entry that fails is noted in the
 report and the import goes on; only a fault of the volume (full, unavailable, corrupt) ends it.
@@ -31,6 +31,7 @@ from headrace.control.source import (
     SourceChanged,
     SourceDamaged,
     SourceProblem,
+    SourceRefused,
 )
 
 BATCH_BYTES = 8 << 20
@@ -111,7 +112,13 @@ class ImportReport:
     # Entries that were there already, and their bytes.
     skipped: int = 0
     skipped_bytes: int = 0
+    # Of the entries above, those that took the place of something else.
+    replaced: int = 0
+    # Entries that differ and are newer in the target: left as they are.
+    kept: list[bytes] = field(default_factory=list)
     problems: list[tuple[bytes, str]] = field(default_factory=list)
+    # How many of the problems another run cannot mend.
+    refused: int = 0
     notes: list[str] = field(default_factory=list)
     # Why the source ended before its end; None when it was read whole.
     damage: str | None = None
@@ -144,14 +151,22 @@ class _Batch(NamedTuple):
 
 class Importer:
     """One import of `source` into the directory `root` (absolute) of a volume. `owners`: keep owners, which
-    only root may."""
+    only root may. `replace`: replace also what is newer in the volume."""
 
-    def __init__(self, source: Source, destination: Destination, root: bytes, *, owners: bool) -> None:
+    def __init__(
+        self, source: Source, destination: Destination, root: bytes, *, owners: bool, replace: bool = False
+    ) -> None:
         self.report = ImportReport()
         self._source = source
         self._destination = destination
         self._root = root.rstrip(b"/")
         self._owners = owners
+        self._replace = replace
+        # Entries on their way that will take the place of something.
+        self._replacing: set[bytes] = set()
+        # What this import sent to directories that were there before. An archive may name a file twice, and
+        # what it brought itself is not somebody's newer version.
+        self._sent: set[bytes] = set()
         self._directories: dict[bytes, _Directory] = {}
         self._listings: OrderedDict[bytes, dict[bytes, Existing]] = OrderedDict()
         # Symbolic links that this import made: no later member of an archive may go through them.
@@ -177,6 +192,7 @@ class Importer:
                         self._take(entry)
                     except (SourceProblem, Refused) as problem:
                         self._problem(entry.path, str(problem))
+                        self.report.refused += isinstance(problem, SourceRefused)
             except SourceDamaged as damage:
                 self.report.damage = str(damage)
             self._drain()
@@ -190,6 +206,7 @@ class Importer:
             wait(self._pending, _LAST_SEND_SECONDS_MAX)
             self._sender.shutdown(wait=False, cancel_futures=True)
             self.report.problems.extend(self._source.extras.problems)
+            self.report.refused += self._source.extras.refused
             self.report.notes.extend(self._source.extras.notes)
         return self.report
 
@@ -219,6 +236,13 @@ class Importer:
             self.report.skipped += 1
             self.report.skipped_bytes += entry.size
             return
+        if existing is not None and existing.kind != "directory" and entry.path not in self._sent:
+            if self._is_newer(entry, existing):
+                self.report.kept.append(entry.path)
+                return
+            self._replacing.add(entry.path)
+        if self._source.sequential and not directory.fresh:
+            self._sent.add(entry.path)
         directory.touched = True
         if entry.path in self._directories:
             self._replace_directory(entry)
@@ -253,6 +277,12 @@ class Importer:
             self._directories[entry.path] = directory
             self.report.skipped += 1
             return
+        if existing is not None and entry.path not in self._sent:
+            if self._is_newer(entry, existing):
+                raise SourceProblem(
+                    f"a newer {_words(existing.kind)} is in its place in the volume; --replace overwrites it"
+                )
+            self._replacing.add(entry.path)
         parent = self._directories[entry.path.rpartition(b"/")[0]]
         parent.touched = True
         if existing is not None or entry.path in self._symlinks:
@@ -294,7 +324,7 @@ class Importer:
         parent = self._directory(parent_path)
         existing = None if parent.fresh else self._listing(parent_path).get(name)
         if path in self._symlinks or (existing is not None and existing.kind == "symlink"):
-            raise SourceProblem(f"refused: it goes through the symbolic link {_shown(path)}")
+            raise SourceRefused(f"refused: it goes through the symbolic link {_shown(path)}")
         directory = _Directory(fresh=existing is None)
         if existing is None:
             parent.touched = True
@@ -334,6 +364,10 @@ class Importer:
         if entry.kind == "file" and entry.size != existing.size:
             return False
         return self._same_attributes(entry, existing)
+
+    def _is_newer(self, entry: Entry, existing: Existing) -> bool:
+        """Whether what is in the target was changed after what is to take its place."""
+        return not self._replace and entry.mtime_ns is not None and existing.mtime_ns > entry.mtime_ns
 
     def _same_attributes(self, entry: Entry, existing: Existing) -> bool:
         if entry.mtime_ns != existing.mtime_ns:
@@ -467,6 +501,7 @@ class Importer:
                 self._destination.set_attributes([(temporary, entry)], self._owners)
                 self._destination.rename(temporary, self._absolute(entry.path))
                 self.report.files += 1
+                self._count_replaced(entry)
                 return
             except (SourceProblem, SourceDamaged, Refused) as error:
                 self.report.file_bytes = counted
@@ -523,7 +558,13 @@ class Importer:
             with contextlib.suppress(Refused):
                 self._destination.unlink(self._absolute(path))
 
+    def _count_replaced(self, entry: Entry) -> None:
+        if entry.path in self._replacing:
+            self._replacing.discard(entry.path)
+            self.report.replaced += 1
+
     def _count(self, entry: Entry) -> None:
+        self._count_replaced(entry)
         if entry.hard_link:
             self.report.hard_links += 1
         elif entry.kind == "file":

@@ -24,6 +24,10 @@ class SourceProblem(Exception):
     """One entry that cannot be imported, and why. The import goes on without it."""
 
 
+class SourceRefused(SourceProblem):
+    """An entry that is never imported, however often it is tried."""
+
+
 class SourceChanged(SourceProblem):
     """The file changed while it was read: reading it again may help."""
 
@@ -58,11 +62,18 @@ class Extras:
 
     # Named one by one: they were asked for and are not there afterwards.
     problems: list[tuple[bytes, str]] = field(default_factory=list)
+    # How many of the problems another run cannot mend.
+    refused: int = 0
     # Said once each.
     notes: list[str] = field(default_factory=list)
 
     def problem(self, path: bytes, why: str) -> None:
         self.problems.append((path, why))
+
+    def refuse(self, path: bytes, why: str) -> None:
+        """A problem that another run cannot mend."""
+        self.problem(path, why)
+        self.refused += 1
 
     def note(self, text: str) -> None:
         if text not in self.notes:

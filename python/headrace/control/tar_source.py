@@ -335,23 +335,23 @@ class TarSource:
         shown = os.fsencode(member.name)
         path = _inside(member.name)
         if path is None:
-            self.extras.problem(
+            self.extras.refuse(
                 shown, "refused: its name leads out of the target with '..', or holds a zero byte"
             )
             return None
         kind = _KINDS.get(member.type)
         if kind is None:
-            self.extras.problem(shown, f"refused: a member of type {member.type!r}")
+            self.extras.refuse(shown, f"refused: a member of type {member.type!r}")
             return None
         if not all(0 <= number < _ID_MAX for number in (member.uid, member.gid)):
-            self.extras.problem(shown, f"refused: its owner {member.uid}:{member.gid} is out of range")
+            self.extras.refuse(shown, f"refused: its owner {member.uid}:{member.gid} is out of range")
             return None
         mtime_ns = _mtime_ns(member)
         if not -(1 << 63) <= mtime_ns < 1 << 63:
-            self.extras.problem(shown, "refused: its time is out of range")
+            self.extras.refuse(shown, "refused: its time is out of range")
             return None
         if path == b"" and kind != "directory":
-            self.extras.problem(shown, "refused: its name is empty")
+            self.extras.refuse(shown, "refused: its name is empty")
             return None
         if member.name.startswith("/"):
             self.extras.note("leading '/' dropped from names")
@@ -371,16 +371,16 @@ class TarSource:
         elif member.islnk():
             target = _inside(member.linkname)
             if not target:
-                self.extras.problem(shown, f"refused: a hard link to {member.linkname!r}, outside the target")
+                self.extras.refuse(shown, f"refused: a hard link to {member.linkname!r}, outside the target")
                 return None
             entry.hard_link, entry.target, entry.size = True, target, 0
         elif kind in ("char_device", "block_device"):
             if not self._devices:
-                self.extras.problem(shown, "is a device, which only root can import")
+                self.extras.refuse(shown, "is a device, which only root can import")
                 return None
             entry.rdev = os.makedev(member.devmajor, member.devminor)
         if member.issparse() and not self._sparse_map_fits(member):
-            self.extras.problem(shown, "refused: its sparse map does not fit its bytes")
+            self.extras.refuse(shown, "refused: its sparse map does not fit its bytes")
             return None
         return entry
 

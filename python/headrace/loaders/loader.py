@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.client.dataset import Dataset
 from headrace.client.slots import BatchStream
 from headrace.errors import Internal, Invalid
 from headrace.model import clock, message
@@ -29,7 +30,6 @@ from headrace.model.manifest import row_of
 from headrace.policy.order import permute
 
 if TYPE_CHECKING:
-    from headrace.client.dataset import Dataset
     from headrace.model.batch import Batch
 
 STATE_FORMAT = 1
@@ -64,6 +64,37 @@ class LoaderStats:
     wait_seconds: float = 0.0
     gather_seconds: float = 0.0
     decode_seconds: float = 0.0
+
+
+class _EpochWatch:
+    """Sees that batches asked for by number run through one shuffled epoch again, as they do when `set_epoch`
+    was forgotten.
+
+    Batch 0 alone, asked for again and again, is somebody looking at it: others must lie between. Iterating
+    never comes here. A forked worker starts to count anew.
+    """
+
+    def __init__(self) -> None:
+        self._where = (0, 0)
+        self._began = self._went_on = self._warned = False
+
+    def asked(self, number: int, epoch: int) -> None:
+        where = (os.getpid(), epoch)
+        if where != self._where:
+            self._where = where
+            self._began = self._went_on = False
+        if number:
+            self._went_on = self._began
+            return
+        if self._went_on and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"batch 0 of epoch {epoch} is asked for a second time: every pass gives the same order. Call "
+                "loader.set_epoch(epoch) before each epoch (and use no persistent_workers)",
+                UserWarning,
+                stacklevel=3,
+            )
+        self._began, self._went_on = True, False
 
 
 class Loader:
@@ -112,6 +143,14 @@ class Loader:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        if not isinstance(dataset, Dataset):
+            raise TypeError(
+                f"Loader takes a Dataset, not a {type(dataset).__name__}: seal a folder first: "
+                "volume.seal(path)"
+            )
+        for name, value in (("batch_size", batch_size), ("prefetch", prefetch), ("seed", seed)):
+            if not hasattr(value, "__index__"):
+                raise TypeError(f"{name} must be an integer, not {value!r}")
         if not 1 <= batch_size < 1 << 32:
             raise Invalid(f"batch_size must be at least 1, not {batch_size}")
         if not 1 <= prefetch <= 1024:
@@ -130,6 +169,7 @@ class Loader:
         self._batches_done = 0
         self._resume_at = 0
         self._stats = LoaderStats()
+        self._watch = _EpochWatch()
         first, last = self._steps(0), self._steps(self.world_size - 1)
         if first != last:
             warnings.warn(
@@ -160,6 +200,7 @@ class Loader:
         """Makes the next iteration epoch `epoch`, from its beginning unless a loaded state is in it."""
         if not 0 <= epoch <= _U64_MAX:
             raise Invalid(f"epoch must be in [0, 2**64), not {epoch}")
+        self._watch = _EpochWatch()
         if epoch != self._epoch:
             self._epoch = epoch
             self._batches_done = self._resume_at = 0
@@ -218,7 +259,9 @@ class Loader:
 
     def __getitem__(self, index: SupportsIndex) -> Batch:
         """Batch `index` of the current epoch, read by itself. IndexError outside [-len, len)."""
-        number = row_of(index, len(self))
+        number = row_of(index, len(self), "batch")
+        if self.shuffle:
+            self._watch.asked(number, self._epoch)
         begin = number * self.batch_size
         end = min(begin + self.batch_size, self._samples(self.rank))
         positions = np.arange(begin, end, dtype=np.uint64) * np.uint64(self.world_size) + np.uint64(self.rank)
@@ -317,6 +360,7 @@ class Loader:
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_stats"] = LoaderStats()
+        state["_watch"] = _EpochWatch()
         return state
 
     def __repr__(self) -> str:

@@ -256,12 +256,12 @@ class Paths(Sequence[str]):
         return f"<{len(self)} paths of {self._what}>"
 
 
-def row_of(index: Any, count: int) -> int:
-    """`index` as a row in [0, count), counting from the end when negative; IndexError outside, TypeError for
-    what is not an integer (NumPy integers are)."""
+def row_of(index: Any, count: int, what: str = "sample") -> int:
+    """`index` as a row in [0, count), counting from the end when negative; IndexError outside, which names
+    `what` is counted, TypeError for what is not an integer (NumPy integers are)."""
     row = operator.index(index)
     if row < 0:
         row += count
     if not 0 <= row < count:
-        raise IndexError(f"sample {operator.index(index)} of {count}")
+        raise IndexError(f"{what} {operator.index(index)} of {count}")
     return row

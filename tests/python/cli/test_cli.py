@@ -16,14 +16,17 @@ import pytest
 from click.testing import CliRunner
 from command import COMMAND, assert_one_line, run, run_json, run_on_terminal
 
+import headrace
 from headrace import errors
 from headrace.cli import doctor
 from headrace.cli.exit_codes import HELP_TEXT, ExitCode, exit_code_of
+from headrace.cli.import_command import print_summary
 from headrace.cli.main import cli
 from headrace.cli.mounts import mount_points
 from headrace.cli.place import parse_place
 from headrace.cli.text import json_name, shown
-from headrace.errors import Invalid
+from headrace.control.importer import ImportReport
+from headrace.errors import Invalid, NotFound
 from support.fake_engine import Canned, FakeEngine
 
 # -- places and names --------------------------------------------------------------------------------
@@ -34,6 +37,7 @@ from support.fake_engine import Canned, FakeEngine
     [
         ("./vol:/a/b", "./vol", b"/a/b"),
         ("vol:/", "vol", b"/"),
+        ("./vol:", "./vol", b"/"),
         ("C:/vol:/a", "C:/vol", b"/a"),
         ("odd:name:/a", "odd:name", b"/a"),
         ("postgresql://host/db/name:/a", "postgresql://host/db/name", b"/a"),
@@ -49,7 +53,7 @@ def test_path_in_the_volume_may_hold_colon_slash(tmp_path: Path) -> None:
     assert parse_place(f"{tmp_path}:/a:/b") == (str(tmp_path), b"/a:/b")
 
 
-@pytest.mark.parametrize("text", ["vol", "", ":/a", "vol:a", "vol:/a/../b"])
+@pytest.mark.parametrize("text", ["vol", "", ":", ":/a", "vol:a", "vol:/a/../b"])
 def test_what_is_no_place_is_refused(text: str) -> None:
     with pytest.raises(Invalid):
         parse_place(text)
@@ -152,7 +156,54 @@ def test_every_command_has_help_with_an_example() -> None:
             checked += 1
         return checked
 
-    assert check(cli, []) == 17
+    assert check(cli, []) == 18
+
+
+def test_version_is_an_option_too() -> None:
+    assert CliRunner().invoke(cli, ["--version"]).output == CliRunner().invoke(cli, ["version"]).output
+
+
+def test_commands_for_a_whole_volume_name_it_when_they_get_a_place(tmp_path: Path) -> None:
+    (tmp_path / "vol").mkdir()
+    (tmp_path / "vol" / "HEADRACE").touch()
+    for text in ("./vol:/pictures", "./vol:", "./vol:/"):
+        done = run("mount", text, "mnt", cwd=tmp_path)
+        assert_one_line(done, 2, "mount takes a whole volume: ./vol\n")
+    with pytest.raises(Invalid, match="is a place in volume"):
+        headrace.connect(f"{tmp_path}/vol:/pictures")
+
+
+def test_missing_volume_is_one_error_with_a_command_to_paste(tmp_path: Path) -> None:
+    missing = f"{tmp_path}/my vol"
+    with pytest.raises(NotFound) as caught:
+        headrace.connect(missing)
+    assert f"`headrace create '{missing}'`" in str(caught.value)
+    # What a traceback would show before it.
+    shown = caught.value.__cause__ or (
+        None if caught.value.__suppress_context__ else caught.value.__context__
+    )
+    assert shown is None
+
+
+def test_import_summary_counts_and_asks_to_repeat_only_what_may_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def told(**fields: Any) -> tuple[str, str]:
+        print_summary(ImportReport(**fields), 0.0)
+        return tuple(capsys.readouterr())
+
+    refused = (b"../x", "refused: its name leads out")
+    out, err = told(files=1, skipped=1, problems=[refused], refused=1)
+    assert "imported 1 file (" in out and "; 1 entry was there already" in out
+    assert err.endswith("headrace: 1 entry was not imported; everything else is in\n")
+    _, err = told(problems=[(b"a", "busy"), refused], refused=1)
+    assert err.endswith("Run the same command again to try 1 of them once more\n")
+    _, err = told(problems=[(b"a", "busy")])
+    assert err.endswith("Run the same command again to try it once more\n")
+    out, err = told(files=2, replaced=2, kept=[b"a", b"b"])
+    assert "; replaced 2" in out
+    assert "2 entries are newer in the volume and were kept; --replace overwrites them" in err
+    assert "kept: b" in err
 
 
 # -- output, against a fake engine --------------------------------------------------------------------

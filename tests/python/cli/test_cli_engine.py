@@ -115,8 +115,8 @@ def test_life_of_a_volume(folder: str) -> None:
     fields = run_json("status", folder)
     assert fields["pid"] == started["pid"] and fields["memory_bytes_max"] == 128 << 20
     assert 0 < fields["resident_bytes"] < 256 << 20
-    assert run_json("down", folder) == {"stopped": True}
-    assert run_json("down", folder) == {"stopped": False}
+    assert run_json("down", folder) == {"stopped": True, "mounts_in_use": []}
+    assert run_json("down", folder) == {"stopped": False, "mounts_in_use": []}
     assert not engine_is_running(folder)
 
 
@@ -302,10 +302,53 @@ def test_mount_of_a_dead_engine_is_seen_and_ended(made: str, mountpoint: str) ->
 @needs_fuse
 def test_import_into_itself_is_refused(made: str, mountpoint: str, tree: Path) -> None:
     run_json("import", tree, f"{made}:/data")
-    assert_one_line(run("import", f"{mountpoint}/data", f"{made}:/data/copy"), 2, "holds the target")
-    assert run("import", f"{mountpoint}/data", f"{made}:/copy").returncode == 0
-    assert differences(tree, made, b"/copy") == []
+    assert_one_line(run("import", f"{mountpoint}/data", f"{made}:/data/copy"), 2, "itself, which is mounted")
+    assert_one_line(run("import", f"{mountpoint}/data", f"{made}:/copy"), 2, "itself, which is mounted")
     assert_one_line(run("import", made, f"{made}:/x"), 2, "own folder")
+
+
+@needs_fuse
+def test_import_of_what_is_around_a_mount_ends(made: str, mountpoint: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    done = run("import", tmp_path, f"{made}:/self", timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert f"skipped {mountpoint}: it is a mount of the volume" in done.stderr
+    assert f"skipped {made}: it is the volume's own folder" in done.stderr
+    assert run("ls", f"{made}:/self").stdout.split() == ["file"]
+
+
+def test_edits_in_the_volume_survive_another_import(made: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a").write_text("from the source")
+    run_json("import", source, f"{made}:/data")
+    with headrace.connect(made) as volume:
+        volume.write_bytes("/data/a", b"edited")
+        report = run_json("import", source, f"{made}:/data")
+        assert report["kept"] == [{"path": "a"}] and volume.read_bytes("/data/a") == b"edited"
+        report = run_json("import", source, f"{made}:/data", "--replace")
+        assert (report["replaced"], report["kept"]) == (1, [])
+        assert volume.read_bytes("/data/a") == b"from the source"
+
+
+def test_seals_are_listed(made: str, tree: Path) -> None:
+    run_json("import", tree, f"{made}:/data")
+    sealed = run_json("seal", f"{made}:/data")
+    (listed,) = run_json("seals", made)["seals"]
+    assert (listed["seal"], listed["path"], listed["samples"]) == (sealed["seal"], "/data", sealed["samples"])
+    assert sealed["seal"] in run("seals", made).stdout
+
+
+@needs_fuse
+def test_down_names_who_used_the_mount(made: str, mountpoint: str) -> None:
+    user = subprocess.Popen(["sleep", "60"], cwd=mountpoint)
+    try:
+        done = run("down", made)
+        assert done.returncode == 0, done.stderr
+        assert f"mount {mountpoint} was in use by sleep ({user.pid}); it is gone now" in done.stderr
+    finally:
+        user.kill()
+        user.wait()
 
 
 def test_import_on_a_terminal_shows_progress_and_in_a_pipe_none(made: str, tree: Path) -> None:

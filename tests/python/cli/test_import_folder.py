@@ -18,9 +18,11 @@ from headrace.control.source import STREAMED_BYTES_MIN, Entry
 IS_ROOT = os.geteuid() == 0
 
 
-def run(source: Path, destination: FakeDestination, root: bytes = b"/data") -> ImportReport:
+def run(
+    source: Path, destination: FakeDestination, root: bytes = b"/data", *, replace: bool = False
+) -> ImportReport:
     folder = FolderSource(os.fsencode(source), devices=IS_ROOT)
-    return Importer(folder, destination, root, owners=IS_ROOT).run()
+    return Importer(folder, destination, root, owners=IS_ROOT, replace=replace).run()
 
 
 def assert_same(source: Path, destination: FakeDestination, root: bytes = b"/data") -> None:
@@ -90,6 +92,37 @@ def test_second_run_replaces_what_differs(tree: Path, destination: FakeDestinati
     (tree / "to_file").symlink_to("empty")
     report = run(tree, destination)
     assert (report.files, report.symlinks) == (2, 1)
+    assert_same(tree, destination)
+
+
+def test_what_is_newer_in_the_volume_is_kept_until_told_otherwise(
+    tree: Path, destination: FakeDestination
+) -> None:
+    run(tree, destination)
+    edited = destination.nodes[b"/data/class0/deep/3.bin"]
+    assert edited.mtime_ns is not None
+    edited.data[:] = b"edited in the volume"
+    edited.mtime_ns += 1
+    (tree / "class1/deep/4.bin").write_bytes(b"newer in the source")
+    report = run(tree, destination)
+    assert report.complete and report.kept == [b"class0/deep/3.bin"]
+    assert (report.files, report.replaced) == (1, 1)
+    assert destination.nodes[b"/data/class0/deep/3.bin"].data == b"edited in the volume"
+    report = run(tree, destination, replace=True)
+    assert (report.files, report.replaced, report.kept) == (1, 1, [])
+    assert_same(tree, destination)
+
+
+def test_newer_file_in_place_of_a_directory_is_not_removed(tree: Path, destination: FakeDestination) -> None:
+    run(tree, destination)
+    for path in list(destination.tree(b"/data/class0")):
+        del destination.nodes[b"/data/class0/" + path]
+    folder = destination.nodes[b"/data/class0"]
+    folder.kind, folder.data[:], folder.mtime_ns = "file", b"mine", 2**62
+    report = run(tree, destination)
+    assert not report.complete and "--replace" in report.problems[0][1]
+    assert destination.nodes[b"/data/class0"].data == b"mine"
+    assert run(tree, destination, replace=True).complete
     assert_same(tree, destination)
 
 
@@ -273,6 +306,19 @@ def test_own_folder_of_the_volume_is_left_out(tree: Path, destination: FakeDesti
     report = Importer(source, destination, b"/data", owners=IS_ROOT).run()
     assert report.complete and "own folder" in report.notes[0]
     assert not [path for path in destination.tree(b"/data") if path.startswith(b"class1")]
+
+
+def test_mounts_of_the_volume_are_left_out_by_device(
+    tree: Path, destination: FakeDestination, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No second file system here: a source whose every directory is on the skipped one.
+    source = FolderSource(os.fsencode(tree), devices=True, skip_devices=frozenset([tree.stat().st_dev]))
+    report = Importer(source, destination, b"/data", owners=IS_ROOT).run()
+    assert report.complete and report.directories == 0
+    assert f"skipped {tree}/class0: it is a mount of the volume that is imported into" in report.notes
+    counted = []
+    source.count(lambda files, size: counted.append(files) or True)
+    assert counted == [len([name for name in tree.iterdir() if name.is_symlink() or not name.is_dir()])]
 
 
 def test_count_sees_every_file(tree: Path) -> None:

@@ -103,17 +103,8 @@ impl Volume {
             return Err(Error::errno(errno::EEXIST, format!("{shown} is a volume already")));
         }
         match fs::read_dir(folder) {
-            // A creation that was cut short: it was no volume yet, so nothing of anybody's can be in it.
-            Ok(_) if folder.join(UNFINISHED).exists() => {
-                for part in PARTS {
-                    match fs::remove_dir_all(folder.join(part)) {
-                        Err(cause) if cause.kind() != ErrorKind::NotFound => {
-                            return Err(Error::io(format_args!("remove {shown}/{part}"), cause));
-                        }
-                        _ => {}
-                    }
-                }
-            }
+            // A creation that was cut short, or one that is under way: the lock tells.
+            Ok(_) if folder.join(UNFINISHED).exists() => {}
             Ok(mut entries) => {
                 if entries.next().is_some() {
                     return Err(Error::errno(
@@ -131,11 +122,21 @@ impl Volume {
             }
             Err(cause) => return Err(Error::io(format_args!("look at {shown}"), cause)),
         }
+        let mut unfinished = take_unfinished(folder)?;
+        // It was no volume yet, so nothing of anybody's can be in it.
+        for part in PARTS {
+            match fs::remove_dir_all(folder.join(part)) {
+                Err(cause) if cause.kind() != ErrorKind::NotFound => {
+                    return Err(Error::io(format_args!("remove {shown}/{part}"), cause));
+                }
+                _ => {}
+            }
+        }
         let id = VolumeId::generate();
         let now = time::wall_now();
         let marker =
             Marker { headrace: "volume".into(), format: FORMAT, volume: id.to_string(), created_ns: now.0 };
-        write_marker(folder, &marker)?;
+        write_marker(&mut unfinished, folder, &marker)?;
         for part in PARTS {
             fs::create_dir(folder.join(part))
                 .map_err(|cause| Error::io(format_args!("make folder {shown}/{part}"), cause))?;
@@ -401,19 +402,45 @@ fn session_record(now: Timestamp) -> Session {
     }
 }
 
-/// Under the name that says: this is not a volume yet.
-fn write_marker(folder: &Path, marker: &Marker) -> Result<()> {
+/// The marker under the name that says: this is not a volume yet. Whoever makes the volume holds its lock.
+fn take_unfinished(folder: &Path) -> Result<File> {
+    let path = folder.join(UNFINISHED);
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(&path)
+        .map_err(|cause| Error::io(format_args!("make {}", path.display()), cause))?;
+    match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(rustix::io::Errno::WOULDBLOCK) => {
+            return Err(Error::new(
+                Kind::Conflict,
+                format!("{} is being made a volume by another process at this moment", folder.display()),
+            ));
+        }
+        Err(cause) => return Err(Error::io(format_args!("lock {}", path.display()), cause.into())),
+    }
+    // Whoever had it may have finished between our look and our lock.
+    if folder.join(MARKER).exists() {
+        let _ = fs::remove_file(&path);
+        return Err(Error::errno(errno::EEXIST, format!("{} is a volume already", folder.display())));
+    }
+    Ok(file)
+}
+
+fn write_marker(file: &mut File, folder: &Path, marker: &Marker) -> Result<()> {
     let text = serde_json::to_string_pretty(marker)
         .map_err(|cause| Error::internal("encode the marker").with_cause(cause))?;
-    let path = folder.join(UNFINISHED);
     let written = (|| {
-        let mut file = File::create(&path)?;
+        file.set_len(0)?;
         file.write_all(text.as_bytes())?;
         file.write_all(b"\n")?;
         file.sync_all()?;
         File::open(folder)?.sync_all()
     })();
-    written.map_err(|cause| Error::io(format_args!("write {}", path.display()), cause))
+    written.map_err(|cause| Error::io(format_args!("write {}/{UNFINISHED}", folder.display()), cause))
 }
 
 fn finish_marker(folder: &Path) -> Result<()> {

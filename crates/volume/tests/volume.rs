@@ -137,6 +137,21 @@ fn a_creation_that_was_cut_short_can_be_repeated() {
 }
 
 #[test]
+fn of_many_who_make_a_volume_at_once_one_does() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("v");
+    let makers: Vec<_> = (0..8)
+        .map(|_| {
+            let path = path.clone();
+            headrace_base::thread::spawn("maker", move || Volume::create(&path).is_ok()).unwrap()
+        })
+        .collect();
+    let made = makers.into_iter().map(|maker| maker.join().unwrap()).filter(|made| *made).count();
+    assert_eq!(made, 1);
+    Volume::open(&path, OPTIONS).unwrap();
+}
+
+#[test]
 fn names_follow_posix() {
     let (_folder, volume) = new_volume();
     let make = |parent, name: &[u8], new| volume.make(Origin::SOCKET, parent, name, new);

@@ -46,7 +46,7 @@ STOP_SECONDS_MAX = 60.0
 # An engine that a client started leaves when unused for this long; `headrace up` gives 0 (never).
 IDLE_EXIT_SECONDS = 900
 CREATE_SECONDS_MAX = 10.0
-_MADE_BEFORE_MARKER = {"meta", "segments", "manifests", MARKER, f"{MARKER}.new"}
+_MADE_BEFORE_MARKER = {"meta", "segments", "manifests", MARKER, f"{MARKER}.unfinished"}
 _LOG_TAIL_BYTES = 2000
 
 # Process ids of engines that this process started, to be reaped when they end.

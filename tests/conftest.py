@@ -36,8 +36,8 @@ from support.system import (
 )
 from support.volumes import VolumeUnderTest
 
-# A run in the background of a script is started with SIGINT ignored, and its children would inherit that: then
-# Ctrl-C, which several promises are about, would reach nobody.
+# A run in the background of a script is started with SIGINT ignored, and its children would inherit that:
+# then Ctrl-C, which several promises are about, would reach nobody.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Every scratch folder of this session lies in it.

@@ -111,6 +111,7 @@ def test_help_names_commands_and_exit_codes() -> None:
         "stat",
         "du",
         "seal",
+        "seals",
         "bench",
     ):
         assert word in out

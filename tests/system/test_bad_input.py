@@ -630,6 +630,5 @@ def test_a_log_that_cannot_be_written_costs_no_data(new_volume: Make, scratch: P
         api.close()
     finally:
         serving.terminate()
-        status = serving.wait(20)
-        serving.stdout.close()
-    assert status == 0
+        serving.communicate(timeout=20)
+    assert serving.returncode == 0

@@ -186,9 +186,10 @@ def _steps(
 ) -> None:
     trees = _trees(source, folder, say)
     path = os.path.join(folder, "vol")
-    engine.create(path)
     with interruptions_later():
-        # An engine that is only just starting could not be asked to stop.
+        # What makes the volume would go on in its folder while that is removed; an engine that is only just
+        # starting could not be asked to stop.
+        engine.create(path)
         engine.start(path, idle_exit_seconds=_IDLE_EXIT_SECONDS)
         cleanup.undo("stop the engine", lambda: engine.stop(path))
     volume = connect(path, start=False)

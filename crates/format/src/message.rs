@@ -176,6 +176,49 @@ pub enum Request {
     Shutdown {},
 }
 
+impl Request {
+    /// Its `op` on the wire, also its name in metrics and logs.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Request::Hello { .. } => "hello",
+            Request::Status {} => "status",
+            Request::Stat { .. } => "stat",
+            Request::List { .. } => "list",
+            Request::Open { .. } => "open",
+            Request::Pread { .. } => "pread",
+            Request::Pwrite { .. } => "pwrite",
+            Request::Fstat { .. } => "fstat",
+            Request::Ftruncate { .. } => "ftruncate",
+            Request::Fsync { .. } => "fsync",
+            Request::Close { .. } => "close",
+            Request::ReadFile { .. } => "read_file",
+            Request::Put { .. } => "put",
+            Request::Mkdir { .. } => "mkdir",
+            Request::Unlink { .. } => "unlink",
+            Request::Rmdir { .. } => "rmdir",
+            Request::Rename { .. } => "rename",
+            Request::Symlink { .. } => "symlink",
+            Request::Link { .. } => "link",
+            Request::Readlink { .. } => "readlink",
+            Request::Setattr { .. } => "setattr",
+            Request::Getxattr { .. } => "getxattr",
+            Request::Setxattr { .. } => "setxattr",
+            Request::Listxattr { .. } => "listxattr",
+            Request::Removexattr { .. } => "removexattr",
+            Request::Sync {} => "sync",
+            Request::Statfs {} => "statfs",
+            Request::Seal { .. } => "seal",
+            Request::OpenSeal { .. } => "open_seal",
+            Request::Seals {} => "seals",
+            Request::ReadBatch { .. } => "read_batch",
+            Request::Loader(_) => "loader",
+            Request::Mount { .. } => "mount",
+            Request::Unmount { .. } => "unmount",
+            Request::Shutdown {} => "shutdown",
+        }
+    }
+}
+
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct OpenFlags {

@@ -17,7 +17,7 @@ use headrace_format::message::{Answer, ErrorBody, Header, Request, decode_meta, 
 use crate::channel::{Broken, Channel};
 use crate::identity::Peer;
 use crate::node::Node;
-use crate::requests::{Next, Reply, Session, op_name};
+use crate::requests::{Next, Reply, Session};
 use crate::streams;
 
 /// Not worth a reservation; with all connections open at once this comes to 64 MiB.
@@ -85,7 +85,7 @@ fn send(channel: &mut Channel, reply: &Reply) -> Result<(), Broken> {
 }
 
 fn handle(session: &mut Session, request: Request, payload: &[u8]) -> Result<Next> {
-    let op = op_name(&request);
+    let op = request.name();
     metrics::counter!("headrace_requests_total", "op" => op).increment(1);
     // A bug in one request must not leave its client without an answer. Locks below are never left broken:
     // everybody takes them whether poisoned or not.

@@ -93,7 +93,7 @@ impl Session {
         let takes_payload =
             matches!(request, Request::Pwrite { .. } | Request::Put { .. } | Request::ReadBatch { .. });
         if !payload.is_empty() && !takes_payload {
-            return Err(Error::invalid(format!("{} takes no payload", op_name(&request))));
+            return Err(Error::invalid(format!("{} takes no payload", request.name())));
         }
         let reply = match request {
             Request::Hello { client } => {
@@ -279,7 +279,7 @@ impl Session {
         let entries = items.into_iter().map(|item| ListEntry {
             name: ByteBuf::from(item.name),
             ino: item.ino.0,
-            kind: kind_message(item.kind),
+            kind: item.kind.into(),
             attr: found.next().flatten().map(|attr| attr_message(&attr)),
         });
         Ok(Listing { entries: entries.collect(), next })
@@ -511,7 +511,7 @@ fn parent_of(path: &[u8]) -> &[u8] {
 pub fn attr_message(attr: &Attr) -> message::Attr {
     message::Attr {
         ino: attr.ino.0,
-        kind: kind_message(attr.kind),
+        kind: attr.kind.into(),
         mode: attr.mode,
         nlink: attr.nlink,
         uid: attr.uid,
@@ -522,58 +522,6 @@ pub fn attr_message(attr: &Attr) -> message::Attr {
         atime_ns: attr.atime.0,
         mtime_ns: attr.mtime.0,
         ctime_ns: attr.ctime.0,
-    }
-}
-
-fn kind_message(kind: FileKind) -> message::Kind {
-    match kind {
-        FileKind::File => message::Kind::File,
-        FileKind::Directory => message::Kind::Directory,
-        FileKind::Symlink => message::Kind::Symlink,
-        FileKind::Fifo => message::Kind::Fifo,
-        FileKind::Socket => message::Kind::Socket,
-        FileKind::CharDevice => message::Kind::CharDevice,
-        FileKind::BlockDevice => message::Kind::BlockDevice,
-    }
-}
-
-pub fn op_name(request: &Request) -> &'static str {
-    match request {
-        Request::Hello { .. } => "hello",
-        Request::Status {} => "status",
-        Request::Stat { .. } => "stat",
-        Request::List { .. } => "list",
-        Request::Open { .. } => "open",
-        Request::Pread { .. } => "pread",
-        Request::Pwrite { .. } => "pwrite",
-        Request::Fstat { .. } => "fstat",
-        Request::Ftruncate { .. } => "ftruncate",
-        Request::Fsync { .. } => "fsync",
-        Request::Close { .. } => "close",
-        Request::ReadFile { .. } => "read_file",
-        Request::Put { .. } => "put",
-        Request::Mkdir { .. } => "mkdir",
-        Request::Unlink { .. } => "unlink",
-        Request::Rmdir { .. } => "rmdir",
-        Request::Rename { .. } => "rename",
-        Request::Symlink { .. } => "symlink",
-        Request::Link { .. } => "link",
-        Request::Readlink { .. } => "readlink",
-        Request::Setattr { .. } => "setattr",
-        Request::Getxattr { .. } => "getxattr",
-        Request::Setxattr { .. } => "setxattr",
-        Request::Listxattr { .. } => "listxattr",
-        Request::Removexattr { .. } => "removexattr",
-        Request::Sync {} => "sync",
-        Request::Statfs {} => "statfs",
-        Request::Seal { .. } => "seal",
-        Request::OpenSeal { .. } => "open_seal",
-        Request::Seals {} => "seals",
-        Request::ReadBatch { .. } => "read_batch",
-        Request::Loader(_) => "loader",
-        Request::Mount { .. } => "mount",
-        Request::Unmount { .. } => "unmount",
-        Request::Shutdown {} => "shutdown",
     }
 }
 

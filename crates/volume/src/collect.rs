@@ -93,10 +93,7 @@ impl Collector {
 
     /// Looks at each suspect; gives how many were removed.
     pub fn collect(&self, live: &Arc<LiveTable>, suspects: HashSet<SegmentId>) -> Result<u64> {
-        let mut versions = vec![At::Latest];
-        for (_, value) in self.store.scan(b"Z", b"[", usize::MAX, At::Latest)? {
-            versions.push(At::Version(Seal::decode(&value)?.version));
-        }
+        let versions = readable_versions(&*self.store)?;
         let mut removed = 0;
         let files = self.flash.list()?;
         for file in files.iter().filter(|file| suspects.contains(&file.segment)) {
@@ -165,6 +162,15 @@ impl Collector {
     fn lock(&self) -> MutexGuard<'_, HashSet<SegmentId>> {
         self.suspects.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The present, and every version that a seal keeps.
+pub fn readable_versions(store: &dyn MetaStore) -> Result<Vec<At>> {
+    let mut versions = vec![At::Latest];
+    for (_, value) in store.scan(b"Z", b"[", usize::MAX, At::Latest)? {
+        versions.push(At::Version(Seal::decode(&value)?.version));
+    }
+    Ok(versions)
 }
 
 pub fn segment_of(place: &Place) -> Option<SegmentId> {

@@ -306,7 +306,6 @@ impl Volume {
             if state.writer.is_some() && size < state.inode.size {
                 // Its file segment ends here; the file goes on elsewhere.
                 drop(state);
-                self.flusher.flush_inode(pin, Inline::Leave)?;
                 self.flusher.retire_writer(pin)?;
                 continue;
             }

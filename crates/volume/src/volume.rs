@@ -26,7 +26,7 @@ use headrace_base::time::{self, Timestamp};
 use headrace_base::{Budget, Error, Ino, Kind, OpId, Result, SegmentId, SessionId, thread};
 use headrace_flash::Flash;
 use headrace_format::record::{
-    Content, DirDelta, Extent, FileKind, Inode, Pending, Place, Seal, Session, SessionState, VolumeRecord,
+    Content, DirDelta, Extent, FileKind, Inode, Pending, Place, Session, SessionState, VolumeRecord,
     decode_extents, decode_number, encode_number,
 };
 use headrace_format::{FORMAT, key};
@@ -34,7 +34,7 @@ use headrace_meta::{At, Commit, MetaStore, Precondition, SqliteStore, Write};
 use serde::{Deserialize, Serialize};
 
 use crate::changes::{Changes, Subscription};
-use crate::collect::Collector;
+use crate::collect::{Collector, readable_versions};
 use crate::flush::Flusher;
 use crate::live::{LiveTable, load_inode};
 use crate::namespace::{NODE, Names, Stripes, erase};
@@ -599,11 +599,7 @@ fn named_ends(store: &dyn MetaStore) -> Result<HashMap<SegmentId, u64>> {
             }
         }
     };
-    let mut versions = vec![At::Latest];
-    for (_, value) in store.scan(b"Z", b"[", usize::MAX, At::Latest)? {
-        versions.push(At::Version(Seal::decode(&value)?.version));
-    }
-    for at in versions {
+    for at in readable_versions(store)? {
         for prefix in [b"i", b"x"] {
             let end = key::end_of(prefix);
             let mut start = prefix.to_vec();

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use headrace_base::error::errno;
 use headrace_base::{Error, Ino, Kind, Result, time};
+use headrace_flash::is_missing;
 use headrace_format::key;
 use headrace_format::record::{Extent, FileKind};
 use headrace_meta::{Commit, Write};
@@ -17,6 +18,7 @@ use crate::flush::Inline;
 use crate::live::{Pin, State, no_inode};
 use crate::namespace::erase;
 use crate::placed::read_extents;
+use crate::segments::Fetch;
 use crate::types::{Attr, Change, FILE_BYTES_MAX, OpenMode, Origin};
 use crate::volume::Volume;
 
@@ -66,7 +68,7 @@ impl Volume {
             let mut writes = erase(pin.ino, &state.committed_record());
             writes.push(Write::Delete(key::orphan(pin.ino, self.store.session())));
             match self.commit(Commit { preconditions: Vec::new(), writes }) {
-                Ok(()) => self.forget_bytes(pin, &mut state),
+                Ok(()) => self.forget_bytes(&mut state),
                 // The orphan record stays: the next start removes the inode.
                 Err(error) => tracing::error!(ino = pin.ino.0, %error, "a deleted file could not be removed"),
             }
@@ -76,12 +78,12 @@ impl Volume {
         }
     }
 
-    pub(crate) fn read_pinned(&self, pin: &Pin, offset: u64, out: &mut [u8]) -> Result<usize> {
-        match self.read_once(pin, offset, out) {
+    pub(crate) fn read_pinned(&self, pin: &Pin, offset: u64, out: &mut [u8], fetch: Fetch) -> Result<usize> {
+        match self.read_once(pin, offset, out, fetch) {
             // The collector may have taken a segment between the look at the extents and the read: the
             // extents say by now where the bytes are.
-            Err(error) if error.kind() == Kind::NotFound => {
-                self.read_once(pin, offset, out).map_err(|error| {
+            Err(error) if is_missing(&error) || error.kind() == Kind::NotFound => {
+                self.read_once(pin, offset, out, fetch).map_err(|error| {
                     if error.kind() == Kind::NotFound { Error::corrupt(error.message()) } else { error }
                 })
             }
@@ -89,7 +91,7 @@ impl Volume {
         }
     }
 
-    fn read_once(&self, pin: &Pin, offset: u64, out: &mut [u8]) -> Result<usize> {
+    fn read_once(&self, pin: &Pin, offset: u64, out: &mut [u8], fetch: Fetch) -> Result<usize> {
         let (length, needed, overlay) = {
             let state = pin.lock();
             let length = state.inode.size.saturating_sub(offset).min(out.len() as u64) as usize;
@@ -118,10 +120,12 @@ impl Volume {
             (length, needed, overlay)
         };
         let out = &mut out[..length];
-        read_extents(&*self.store, &self.flash, pin.ino, &needed, offset, out).map_err(|error| {
-            let path = self.names.path(pin.ino);
-            error.context(format_args!("file {:?} (inode {})", String::from_utf8_lossy(&path), pin.ino))
-        })?;
+        read_extents(&*self.store, &self.segments, pin.ino, &needed, offset, out, fetch).map_err(
+            |error| {
+                let path = self.names.path(pin.ino);
+                error.context(format_args!("file {:?} (inode {})", String::from_utf8_lossy(&path), pin.ino))
+            },
+        )?;
         for (start, bytes) in overlay.into_iter().flatten() {
             let at = (start - offset) as usize;
             out[at..at + bytes.len()].copy_from_slice(&bytes);
@@ -189,7 +193,16 @@ impl OpenFile {
         if !self.mode.read {
             return Err(Error::errno(errno::EBADF, "the file is not open for reading"));
         }
-        self.volume.read_pinned(&self.pin, offset, out)
+        self.volume.read_pinned(&self.pin, offset, out, Fetch::Wait)
+    }
+
+    /// `read` for a thread that others wait for: `is_not_here` of the error if it would have to wait for the object
+    /// tier.
+    pub fn read_at_hand(&self, offset: u64, out: &mut [u8]) -> Result<usize> {
+        if !self.mode.read {
+            return Err(Error::errno(errno::EBADF, "the file is not open for reading"));
+        }
+        self.volume.read_pinned(&self.pin, offset, out, Fetch::Refuse)
     }
 
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
@@ -217,7 +230,16 @@ impl OpenFile {
 
     /// What was written before is durable when it returns, name and attributes included.
     pub fn fsync(&self) -> Result<()> {
-        self.volume.flusher.fsync(&self.pin)
+        let waits = self.volume.flusher.fsync(&self.pin)?;
+        self.volume.flusher.wait_clean(&waits)
+    }
+
+    /// `fsync` that does not wait for the object tier: `done` is called when it is over, on this thread or another.
+    pub fn start_fsync(&self, done: impl FnOnce(Result<()>) + Send + 'static) {
+        match self.volume.flusher.fsync(&self.pin) {
+            Ok(waits) => self.volume.flusher.when_clean(&waits, done),
+            Err(error) => done(Err(error)),
+        }
     }
 
     /// Bytes are in a segment and committed, not necessarily durable.

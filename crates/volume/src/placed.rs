@@ -1,19 +1,21 @@
 //! Reads the bytes that extents name, wherever they lie: packs, file segments, the metadata store.
 
 use headrace_base::{Error, Ino, Result};
-use headrace_flash::Flash;
 use headrace_format::key;
 use headrace_format::record::{Extent, Place};
 use headrace_meta::{At, MetaStore};
 
+use crate::segments::{Fetch, Segments};
+
 /// Fills `out` from `offset` of a file whose extents there are `needed`; zeros where there is none.
 pub fn read_extents(
     store: &dyn MetaStore,
-    flash: &Flash,
+    segments: &Segments,
     ino: Ino,
     needed: &[Extent],
     offset: u64,
     out: &mut [u8],
+    fetch: Fetch,
 ) -> Result<()> {
     let end = offset + out.len() as u64;
     let mut filled = offset;
@@ -25,9 +27,9 @@ pub fn read_extents(
         let skip = from - extent.file_offset;
         match &extent.place {
             Place::Pack { segment, offset, check } => {
-                flash.read_pack(*segment, offset + skip, check, part)?
+                segments.read_pack(*segment, offset + skip, check, part, fetch)?
             }
-            Place::File { segment, offset } => flash.read_file(*segment, offset + skip, part)?,
+            Place::File { segment, offset } => segments.read_file(*segment, offset + skip, part, fetch)?,
             Place::Inline { .. } => {
                 let bytes = read_inline(store, ino, extent, At::Latest)?;
                 part.copy_from_slice(&bytes[skip as usize..skip as usize + part.len()]);

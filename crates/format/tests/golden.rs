@@ -16,7 +16,7 @@ use headrace_format::message::{self, *};
 use headrace_format::order::Permutation;
 use headrace_format::record::{
     Check, Content, Dentry, DirDelta, Extent, FileKind, Inode, Pending, Place, Seal, SegmentKind, Session,
-    SessionState, VolumeRecord, decode_extents, encode_extents,
+    SessionState, Snapshot, VolumeRecord, decode_extents, encode_extents,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -424,6 +424,8 @@ fn metadata_records() {
         bytes: 102_400_000,
     };
     record(into, "seal", &seal, Seal::encode, Seal::decode);
+    let snapshot = Snapshot { version: Version(300), created: now };
+    record(into, "snapshot", &snapshot, Snapshot::encode, Snapshot::decode);
     let volume = VolumeRecord { volume: VolumeId(segment.0), format: 1, created: now };
     record(into, "volume", &volume, VolumeRecord::encode, VolumeRecord::decode);
     record(

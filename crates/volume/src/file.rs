@@ -16,12 +16,21 @@ use crate::extents;
 use crate::flush::Inline;
 use crate::live::{Pin, State, no_inode};
 use crate::namespace::erase;
+use crate::past::{PastFile, is_live};
 use crate::placed::read_extents;
 use crate::types::{Attr, Change, FILE_BYTES_MAX, OpenMode, Origin};
 use crate::volume::Volume;
 
 impl Volume {
     pub fn open_file(self: &Arc<Self>, origin: Origin, ino: Ino, mode: OpenMode) -> Result<OpenFile> {
+        if !is_live(ino) {
+            if mode.write {
+                self.check_live(ino)?;
+            }
+            let body = Body::Past(Box::new(self.open_past(self.place(ino)?)?));
+            return Ok(OpenFile { volume: Arc::clone(self), body, origin, mode });
+        }
+        let _tree = self.stripes.share();
         let pin = self.live.pin(&*self.store, ino)?;
         if mode.truncate && mode.write {
             self.truncate(&pin, 0)?;
@@ -54,7 +63,7 @@ impl Volume {
     ) -> OpenFile {
         state.opens += 1;
         state.writers += u32::from(mode.write);
-        OpenFile { volume: Arc::clone(self), pin, origin, mode }
+        OpenFile { volume: Arc::clone(self), body: Body::Live(pin), origin, mode }
     }
 
     /// The last close of a file without a name ends it.
@@ -166,14 +175,23 @@ impl Volume {
 #[derive(Debug)]
 pub struct OpenFile {
     volume: Arc<Volume>,
-    pin: Pin,
+    body: Body,
     origin: Origin,
     mode: OpenMode,
 }
 
+#[derive(Debug)]
+enum Body {
+    Live(Pin),
+    Past(Box<PastFile>),
+}
+
 impl OpenFile {
     pub fn ino(&self) -> Ino {
-        self.pin.ino
+        match &self.body {
+            Body::Live(pin) => pin.ino,
+            Body::Past(past) => past.ino(),
+        }
     }
 
     pub fn mode(&self) -> OpenMode {
@@ -181,7 +199,10 @@ impl OpenFile {
     }
 
     pub fn attr(&self) -> Result<Attr> {
-        Ok(self.pin.lock().attr(self.pin.ino))
+        Ok(match &self.body {
+            Body::Live(pin) => pin.lock().attr(pin.ino),
+            Body::Past(past) => past.attr(),
+        })
     }
 
     /// Fills `out` from `offset`; fewer bytes only at the end of the file.
@@ -189,7 +210,10 @@ impl OpenFile {
         if !self.mode.read {
             return Err(Error::errno(errno::EBADF, "the file is not open for reading"));
         }
-        self.volume.read_pinned(&self.pin, offset, out)
+        match &self.body {
+            Body::Live(pin) => self.volume.read_pinned(pin, offset, out),
+            Body::Past(past) => self.volume.read_past(past, offset, out),
+        }
     }
 
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
@@ -202,40 +226,47 @@ impl OpenFile {
     }
 
     fn write_at(&self, offset: Option<u64>, bytes: &[u8]) -> Result<u64> {
-        self.check_writable()?;
-        let at = self.volume.write_pinned(&self.pin, offset, bytes)?;
-        self.volume.changes.tell(self.origin, || vec![Change::Inode(self.pin.ino)]);
+        let pin = self.writable()?;
+        let at = self.volume.write_pinned(pin, offset, bytes)?;
+        self.volume.changes.tell(self.origin, || vec![Change::Inode(pin.ino)]);
         Ok(at)
     }
 
     pub fn truncate(&self, size: u64) -> Result<Attr> {
-        self.check_writable()?;
-        let attr = self.volume.truncate(&self.pin, size)?;
-        self.volume.changes.tell(self.origin, || vec![Change::Inode(self.pin.ino)]);
+        let pin = self.writable()?;
+        let attr = self.volume.truncate(pin, size)?;
+        self.volume.changes.tell(self.origin, || vec![Change::Inode(pin.ino)]);
         Ok(attr)
     }
 
     /// What was written before is durable when it returns, name and attributes included.
     pub fn fsync(&self) -> Result<()> {
-        self.volume.flusher.fsync(&self.pin)
+        match &self.body {
+            Body::Live(pin) => self.volume.flusher.fsync(pin),
+            Body::Past(_) => Ok(()),
+        }
     }
 
     /// Bytes are in a segment and committed, not necessarily durable.
     pub fn flush(&self) -> Result<()> {
-        self.volume.flusher.flush_inode(&self.pin, Inline::Leave)
+        match &self.body {
+            Body::Live(pin) => self.volume.flusher.flush_inode(pin, Inline::Leave),
+            Body::Past(_) => Ok(()),
+        }
     }
 
-    fn check_writable(&self) -> Result<()> {
-        if self.mode.write {
-            Ok(())
-        } else {
-            Err(Error::errno(errno::EBADF, "the file is not open for writing"))
+    fn writable(&self) -> Result<&Pin> {
+        match &self.body {
+            Body::Live(pin) if self.mode.write => Ok(pin),
+            _ => Err(Error::errno(errno::EBADF, "the file is not open for writing")),
         }
     }
 }
 
 impl Drop for OpenFile {
     fn drop(&mut self) {
-        self.volume.closed(&self.pin, self.mode);
+        if let Body::Live(pin) = &self.body {
+            self.volume.closed(pin, self.mode);
+        }
     }
 }

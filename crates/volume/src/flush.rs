@@ -83,6 +83,8 @@ pub struct Flusher {
     /// Shared while bytes are put into the metadata store; exclusive while that must not be. Taken before any
     /// inode's lock.
     inline_gate: RwLock<()>,
+    /// Shared while the flusher's thread works; exclusive while it must not.
+    background: RwLock<()>,
 }
 
 /// One inode in the middle of its flush.
@@ -135,12 +137,18 @@ impl Flusher {
             queue: Mutex::default(),
             wake: Condvar::new(),
             inline_gate: RwLock::new(()),
+            background: RwLock::new(()),
         }
     }
 
     /// Keeps fsyncs from putting bytes into the metadata store until it is dropped: they wait.
     pub fn hold_inline(&self) -> RwLockWriteGuard<'_, ()> {
         self.inline_gate.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the flusher's thread from writing anything until it is dropped.
+    pub fn hold_background(&self) -> RwLockWriteGuard<'_, ()> {
+        self.background.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whoever holds it may put bytes into the metadata store.
@@ -732,6 +740,7 @@ impl Flusher {
             if stop {
                 return;
             }
+            let working = self.background.read().unwrap_or_else(PoisonError::into_inner);
             let mut outcome = self.flush_pins(pins, Inline::Leave, Wait::Skip);
             if !inline.is_empty() {
                 let moved = self.move_inline(inline);
@@ -741,6 +750,7 @@ impl Flusher {
                 // Nothing may have been due: see whether what is left can be written now.
                 outcome = self.flush_all();
             }
+            drop(working);
             self.gate.set_failing(outcome.as_ref().err());
             if outcome.is_err() {
                 time::sleep(Duration::from_millis(500));

@@ -15,6 +15,19 @@ pub fn read_extents(
     offset: u64,
     out: &mut [u8],
 ) -> Result<()> {
+    read_extents_at(store, flash, ino, needed, offset, out, At::Latest)
+}
+
+/// As `read_extents`, of a version's file.
+pub fn read_extents_at(
+    store: &dyn MetaStore,
+    flash: &Flash,
+    ino: Ino,
+    needed: &[Extent],
+    offset: u64,
+    out: &mut [u8],
+    at: At,
+) -> Result<()> {
     let end = offset + out.len() as u64;
     let mut filled = offset;
     for extent in needed {
@@ -29,7 +42,7 @@ pub fn read_extents(
             }
             Place::File { segment, offset } => flash.read_file(*segment, offset + skip, part)?,
             Place::Inline { .. } => {
-                let bytes = read_inline(store, ino, extent, At::Latest)?;
+                let bytes = read_inline(store, ino, extent, at)?;
                 part.copy_from_slice(&bytes[skip as usize..skip as usize + part.len()]);
             }
         }

@@ -17,6 +17,7 @@ use crate::by_path::Access;
 use crate::namespace::shown;
 use crate::seal::no_sample;
 use crate::types::Identity;
+use crate::versions::VersionPin;
 
 #[derive(Debug)]
 pub struct SealedView {
@@ -24,11 +25,13 @@ pub struct SealedView {
     file: File,
     manifest: Manifest<Mmap>,
     flash: Arc<Flash>,
+    /// Keeps what the view names, also when its seal is deleted.
+    _version: VersionPin,
     read_bytes: metrics::Counter,
 }
 
 impl SealedView {
-    pub(crate) fn open(id: SealId, file: File, flash: Arc<Flash>) -> Result<SealedView> {
+    pub(crate) fn open(id: SealId, file: File, flash: Arc<Flash>, version: VersionPin) -> Result<SealedView> {
         // SAFETY: the engine writes a manifest once, under another name, and never changes or shortens it; the
         // volume's folder belongs to the engine's user alone.
         let map = unsafe { Mmap::map(&file) }
@@ -42,6 +45,7 @@ impl SealedView {
             file,
             manifest,
             flash,
+            _version: version,
             read_bytes: metrics::counter!("headrace_read_bytes_total"),
         })
     }

@@ -39,9 +39,11 @@ use crate::flush::Flusher;
 use crate::live::{LiveTable, load_inode};
 use crate::namespace::{NODE, Names, Stripes, erase};
 use crate::packs::must_commit;
+use crate::past::{INO_MAX, Pasts};
 use crate::room::Room;
 use crate::seal::OpenSeals;
 use crate::types::{Origin, Statfs, VolumeOptions};
+use crate::versions::{Cleaner, Pinned};
 
 const MARKER: &str = "HEADRACE";
 /// The marker's name until the creation is complete.
@@ -82,6 +84,8 @@ pub struct Volume {
     pub(crate) names: Arc<Names>,
     pub(crate) flusher: Arc<Flusher>,
     pub(crate) collector: Arc<Collector>,
+    pub(crate) cleaner: Arc<Cleaner>,
+    pub(crate) pasts: Pasts,
     pub(crate) stripes: Stripes,
     pub(crate) renames: Mutex<()>,
     pub(crate) changes: Changes,
@@ -195,7 +199,9 @@ impl Volume {
         let names = Arc::new(Names::default());
         let mut recovery = Vec::new();
         let crashed = recover(&*store, &flash, &mut recovery)?;
-        let collector = Arc::new(Collector::new(Arc::clone(&store), Arc::clone(&flash)));
+        let pinned = Arc::new(Pinned::default());
+        let collector = Arc::new(Collector::new(Arc::clone(&store), Arc::clone(&flash), Arc::clone(&pinned)));
+        let cleaner = Arc::new(Cleaner::new(Arc::clone(&store), Arc::clone(&collector), pinned)?);
         let room = Arc::new(Room::new(Arc::clone(&flash))?);
         let flusher = Arc::new(Flusher::new(
             Arc::clone(&store),
@@ -228,6 +234,8 @@ impl Volume {
             names,
             flusher,
             collector,
+            cleaner,
+            pasts: Pasts::default(),
             stripes: Stripes::default(),
             renames: Mutex::new(()),
             changes: Changes::default(),
@@ -247,7 +255,10 @@ impl Volume {
         let mut threads = volume.threads.lock().unwrap_or_else(PoisonError::into_inner);
         threads.push(thread::spawn("flusher", move || flusher.run())?);
         threads.push(thread::spawn("collector", move || collector.run(&live))?);
+        let cleaner = Arc::clone(&volume.cleaner);
+        threads.push(thread::spawn("cleaner", move || cleaner.run())?);
         drop(threads);
+        volume.remove_stray_manifests()?;
         Ok(volume)
     }
 
@@ -257,6 +268,7 @@ impl Volume {
         if self.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
+        self.cleaner.stop();
         self.collector.stop();
         self.flusher.stop();
         for thread in self.threads.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
@@ -371,6 +383,9 @@ impl Volume {
                 .get(&key::next_inode(), At::Latest)?
                 .ok_or_else(|| Error::corrupt("the metadata lacks its next inode number"))?;
             let next = decode_number(&value)?;
+            if next + INO_BLOCK > INO_MAX {
+                return Err(Error::errno(errno::ENOSPC, "the volume has given out all its inode numbers"));
+            }
             self.commit(Commit {
                 preconditions: vec![Precondition::Equals(key::next_inode(), value)],
                 writes: vec![Write::Put(key::next_inode(), encode_number(next + INO_BLOCK))],
@@ -587,7 +602,7 @@ fn recover(store: &dyn MetaStore, flash: &Arc<Flash>, said: &mut Vec<String>) ->
     Ok(died > 0 || unfinished)
 }
 
-/// How far each segment is named by committed extents, in the present and in every sealed version. Reads all
+/// How far each segment is named by committed extents, in the present and in every readable version. Reads all
 /// inodes: about a second for a million, after a crash only.
 fn named_ends(store: &dyn MetaStore) -> Result<HashMap<SegmentId, u64>> {
     let mut ends: HashMap<SegmentId, u64> = HashMap::new();

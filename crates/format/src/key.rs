@@ -10,11 +10,13 @@
 //!             S session16            Session          P segment16          Pending
 //!             O ino8 session16       () unlinked, perhaps open there
 //!             Z seal16               Seal               C                    u64 current version, the store's own
+//!             T name                 Snapshot           H version8           () kept readable, without a name
+//!             G version8             cleaning cursor: this version was given up, its rows are being removed
 //! ```
 //! Lower case is versioned, upper case is not: it has one value, whatever snapshot is read.
 
 use headrace_base::ids::SealId;
-use headrace_base::{Ino, SegmentId, SessionId};
+use headrace_base::{Ino, SegmentId, SessionId, Version};
 
 pub type Key = Vec<u8>;
 
@@ -128,6 +130,28 @@ pub fn seal(seal: SealId) -> Key {
     with_id(b'Z', seal.to_bytes())
 }
 
+pub fn snapshot(name: &[u8]) -> Key {
+    [b"T", name].concat()
+}
+
+/// The name in a snapshot's key.
+pub fn snapshot_name_of(key: &[u8]) -> &[u8] {
+    key.get(1..).unwrap_or_default()
+}
+
+pub fn held(version: Version) -> Key {
+    with_number(b'H', version.0, 0)
+}
+
+pub fn given_up(version: Version) -> Key {
+    with_number(b'G', version.0, 0)
+}
+
+/// The version in a key of the kinds H and G.
+pub fn version_of(key: &[u8]) -> Option<Version> {
+    Some(Version(u64::from_be_bytes(key.get(1..9)?.try_into().ok()?)))
+}
+
 /// The inode number in a key of the kinds i, e, x, a, l, d, b and O.
 pub fn ino_of(key: &[u8]) -> Option<Ino> {
     Some(Ino(u64::from_be_bytes(key.get(1..9)?.try_into().ok()?)))
@@ -176,6 +200,9 @@ mod tests {
             pending(SegmentId(id)),
             orphan(ino, SessionId(id)),
             seal(SealId(id)),
+            snapshot(name),
+            held(Version(number)),
+            given_up(Version(number)),
         ]
     }
 
@@ -272,6 +299,12 @@ mod tests {
                 if b"ea".contains(&key[0]) {
                     prop_assert_eq!(name_of(key), &name[..]);
                 }
+                if b"HG".contains(&key[0]) {
+                    prop_assert_eq!(version_of(key), Some(Version(a)));
+                }
+                if key[0] == b'T' {
+                    prop_assert_eq!(snapshot_name_of(key), &name[..]);
+                }
             }
         }
 
@@ -279,6 +312,7 @@ mod tests {
         fn short_keys_have_no_fields(key in prop::collection::vec(any::<u8>(), 0..9)) {
             prop_assert_eq!(ino_of(&key), None);
             prop_assert_eq!(id_of(&key), None);
+            prop_assert_eq!(version_of(&key), None);
             prop_assert!(name_of(&key).is_empty());
         }
     }

@@ -170,6 +170,31 @@ pub enum Request {
     },
     /// -> Seals
     Seals {},
+    /// No new reader gets it; who has it open reads on.
+    SealDelete {
+        seal: String,
+    },
+    /// Everything written before is in it. -> Snapshot
+    SnapshotCreate {
+        name: ByteBuf,
+    },
+    /// In the order of their names. -> Snapshots
+    Snapshots {},
+    /// What changed from one snapshot to a later one, or to the present (nil). `after`: the `next` of the answer
+    /// before. At most `limit` names and inodes are looked at (0: as many as fit). -> Differences
+    SnapshotDiff {
+        from: ByteBuf,
+        to: Option<ByteBuf>,
+        after: Option<ByteBuf>,
+        limit: u32,
+    },
+    /// The tree becomes what the snapshot holds; what was before becomes a snapshot. -> Restored
+    SnapshotRestore {
+        name: ByteBuf,
+    },
+    SnapshotDelete {
+        name: ByteBuf,
+    },
     /// payload = indices, u64 little-endian each. -> BatchLayout, with a descriptor (memfd) of that layout
     ReadBatch {
         seal: String,
@@ -226,6 +251,12 @@ impl Request {
             Request::Seal { .. } => "seal",
             Request::OpenSeal { .. } => "open_seal",
             Request::Seals {} => "seals",
+            Request::SealDelete { .. } => "seal_delete",
+            Request::SnapshotCreate { .. } => "snapshot_create",
+            Request::Snapshots {} => "snapshots",
+            Request::SnapshotDiff { .. } => "snapshot_diff",
+            Request::SnapshotRestore { .. } => "snapshot_restore",
+            Request::SnapshotDelete { .. } => "snapshot_delete",
             Request::ReadBatch { .. } => "read_batch",
             Request::Loader(_) => "loader",
             Request::Mount { .. } => "mount",
@@ -435,6 +466,51 @@ pub struct Sealed {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Seals {
     pub seals: Vec<Sealed>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Snapshot {
+    pub name: ByteBuf,
+    pub version: u64,
+    pub created_ns: i64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Snapshots {
+    pub snapshots: Vec<Snapshot>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Change {
+    Added,
+    Removed,
+    Changed,
+    Renamed,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Difference {
+    pub change: Change,
+    pub kind: Kind,
+    pub path: ByteBuf,
+    /// Where it was before, if it was renamed.
+    pub from: Option<ByteBuf>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Differences {
+    pub differences: Vec<Difference>,
+    /// Pass as `after` for the rest, of which there may be none; None at the end.
+    pub next: Option<ByteBuf>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Restored {
+    /// The snapshot of what was before.
+    pub before: ByteBuf,
+    /// Rows of metadata that were put back.
+    pub changed: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

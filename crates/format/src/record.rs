@@ -18,6 +18,7 @@
 //! Session      1 | u8 state (0 alive, 1 ended, 2 dead) | n node | n pid | n bytes, host | i64 started | n last_op
 //! Pending      1 | u8 kind (1 pack, 2 file) | session id
 //! Seal         1 | n version | n root | i64 created | n samples | n bytes | n bytes, path
+//! Snapshot     1 | n version | i64 created
 //! Volume       1 | volume id | n format | i64 created
 //! number       1 | n number
 //! ```
@@ -172,6 +173,13 @@ pub struct Seal {
     pub created: Timestamp,
     pub samples: u64,
     pub bytes: u64,
+}
+
+/// A version of the whole volume that has a name (`key::snapshot`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    pub version: Version,
+    pub created: Timestamp,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -758,6 +766,22 @@ impl Seal {
         };
         from.end()?;
         Ok(seal)
+    }
+}
+
+impl Snapshot {
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Writer::new(14);
+        out.number(self.version.0);
+        out.time(self.created);
+        out.0
+    }
+
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let mut from = Reader::new("snapshot", bytes)?;
+        let snapshot = Snapshot { version: Version(from.number()?), created: from.time()? };
+        from.end()?;
+        Ok(snapshot)
     }
 }
 

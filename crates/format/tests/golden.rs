@@ -16,7 +16,7 @@ use headrace_format::message::{self, *};
 use headrace_format::order::Permutation;
 use headrace_format::record::{
     Check, Content, Dentry, DirDelta, Extent, FileKind, Inode, Pending, Place, Seal, SegmentKind, Session,
-    SessionState, VolumeRecord, decode_extents, encode_extents,
+    SessionState, Snapshot, VolumeRecord, decode_extents, encode_extents,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -98,7 +98,7 @@ fn wire<T: Serialize + DeserializeOwned + PartialEq + Debug>(
 }
 
 /// A new op does not compile until `Request::name` knows it; without an example below, the count differs.
-const OPS: usize = 35;
+const OPS: usize = 41;
 
 fn bytes(text: &[u8]) -> serde_bytes::ByteBuf {
     serde_bytes::ByteBuf::from(text)
@@ -169,6 +169,17 @@ fn requests() -> Vec<Request> {
         Request::Seal { path: bytes(b"/d") },
         Request::OpenSeal { seal: ID.into() },
         Request::Seals {},
+        Request::SealDelete { seal: ID.into() },
+        Request::SnapshotCreate { name: bytes(b"caf\xE9") },
+        Request::Snapshots {},
+        Request::SnapshotDiff {
+            from: bytes(b"monday"),
+            to: Some(bytes(b"caf\xE9")),
+            after: Some(bytes(b"e\0\xFF")),
+            limit: 1000,
+        },
+        Request::SnapshotRestore { name: bytes(b"monday") },
+        Request::SnapshotDelete { name: bytes(b"monday") },
         Request::ReadBatch { seal: ID.into() },
         Request::Loader(LoaderRequest {
             seal: ID.into(),
@@ -204,6 +215,8 @@ fn wire_messages() {
         "request.list_first",
         Request::List { path: bytes(b"/"), after: None, limit: 0, attrs: false },
     );
+    let to_the_present = Request::SnapshotDiff { from: bytes(b"monday"), to: None, after: None, limit: 0 };
+    wire(into, "request.snapshot_diff_first", to_the_present);
 
     let attr = Attr {
         ino: 1025,
@@ -272,6 +285,29 @@ fn wire_messages() {
     };
     wire(into, "answer.sealed", Answer::Ok(sealed.clone()));
     wire(into, "answer.seals", Answer::Ok(Seals { seals: vec![sealed] }));
+    let snapshot =
+        message::Snapshot { name: bytes(b"caf\xE9"), version: 300, created_ns: 1_760_000_000_000_000_000 };
+    wire(into, "answer.snapshot", Answer::Ok(snapshot.clone()));
+    wire(into, "answer.snapshots", Answer::Ok(Snapshots { snapshots: vec![snapshot] }));
+    let difference = |change, path: &[u8], from: Option<&[u8]>| Difference {
+        change,
+        kind: message::Kind::File,
+        path: bytes(path),
+        from: from.map(bytes),
+    };
+    let differences = vec![
+        difference(Change::Added, ODD, None),
+        difference(Change::Removed, b"/a", None),
+        difference(Change::Changed, b"/b", None),
+        difference(Change::Renamed, b"/d/c", Some(b"/c")),
+    ];
+    let next = Some(bytes(b"e\0\xFF"));
+    wire(into, "answer.differences", Answer::Ok(Differences { differences, next }));
+    wire(
+        into,
+        "answer.restored",
+        Answer::Ok(Restored { before: bytes(b"before-restore-20261201-164307"), changed: 12 }),
+    );
     let layout = BatchLayout {
         count: 256,
         offsets_at: 2048,
@@ -424,6 +460,8 @@ fn metadata_records() {
         bytes: 102_400_000,
     };
     record(into, "seal", &seal, Seal::encode, Seal::decode);
+    let snapshot = Snapshot { version: Version(300), created: now };
+    record(into, "snapshot", &snapshot, Snapshot::encode, Snapshot::decode);
     let volume = VolumeRecord { volume: VolumeId(segment.0), format: 1, created: now };
     record(into, "volume", &volume, VolumeRecord::encode, VolumeRecord::decode);
     record(

@@ -11,4 +11,6 @@ pub mod sqlite;
 pub mod store;
 
 pub use sqlite::SqliteStore;
-pub use store::{At, Commit, CommitError, Durability, MetaStore, Precondition, Sequence, Write};
+pub use store::{
+    At, Cleaned, Commit, CommitError, Durability, Kept, MetaStore, Precondition, Sequence, Write,
+};

@@ -4,6 +4,7 @@
 //! get, scan     overlay (active, flushing) -> cache -> database by a pool of readers      sqlite/read.rs
 //! commit        check, apply to the active layer                                          sqlite/commit.rs
 //! sync, seal    active -> flushing -> one transaction -> cache                            sqlite/flush.rs
+//! written, restore, clean     by an index over versions                                   sqlite/versions.rs
 //! ```
 //! The file is described in `sqlite/schema.rs`, the layers in `sqlite/overlay.rs`.
 //!
@@ -21,6 +22,7 @@ mod read;
 mod schema;
 #[cfg(test)]
 mod tests;
+mod versions;
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -31,7 +33,7 @@ use headrace_base::{MIB, Result, SessionId, Version, thread};
 use headrace_format::key::{self, Key};
 use headrace_format::record::{Session, VolumeRecord};
 
-use crate::store::{At, Commit, CommitError, Durability, MetaStore, Sequence, Value};
+use crate::store::{At, Cleaned, Commit, CommitError, Durability, Kept, MetaStore, Sequence, Value};
 
 use cache::Cache;
 use commit::Committer;
@@ -157,6 +159,29 @@ impl MetaStore for SqliteStore {
 
     fn seal(&self, commit: Commit) -> Result<Version, CommitError> {
         self.shared.seal(commit)
+    }
+
+    fn written(
+        &self,
+        after: Version,
+        through: At,
+        start: &[u8],
+        end: &[u8],
+        limit: usize,
+    ) -> Result<Vec<Key>> {
+        self.shared.written(after, through, start, end, limit)
+    }
+
+    fn restore(&self, version: Version, commit: Commit) -> Result<Sequence, CommitError> {
+        self.shared.restore(version, commit)
+    }
+
+    fn keep(&self, kept: &Kept) {
+        lock(&self.shared.writer).keep(kept, self.version());
+    }
+
+    fn clean(&self, gone: Version, start: &[u8], limit: usize) -> Result<Cleaned> {
+        self.shared.clean(gone, start, limit)
     }
 
     fn sync(&self) -> Result<()> {

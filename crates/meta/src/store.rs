@@ -5,6 +5,10 @@
 //! `At::Version(v)` sees the newest value at or below v. `seal` ends a version: from then on it never changes.
 //! Other keys have one value.
 //!
+//! A version that ended stays readable until its owner says otherwise: `keep` names those that must, and `clean`
+//! removes what only a version needed that was given up. Reading another version than the kept ones has no
+//! meaning from then on. What a version is kept for (a snapshot, a seal, a backup) the store does not know.
+//!
 //! **Commits** are atomic, and ordered: what is durable after a crash is always a prefix of the commits in
 //! the order in which they were answered. `Relaxed` ones are visible to every reader at once and durable
 //! within a second; `Durable` ones are durable when `commit` returns, and so are all before them.
@@ -64,6 +68,23 @@ pub struct Commit {
     pub writes: Vec<Write>,
 }
 
+/// Which ended versions must stay readable: those named, and all from `since` on. Whoever makes the list reads
+/// `MetaStore::version` first, so that a version that ends meanwhile is on it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kept {
+    pub versions: Vec<Version>,
+    pub since: Version,
+}
+
+/// What one step of cleaning did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Cleaned {
+    /// Values that nobody can read any more, with their keys.
+    pub removed: Vec<(Key, Value)>,
+    /// Where the next step starts; None: nothing is left that only the given-up version needed.
+    pub next: Option<Key>,
+}
+
 #[derive(Debug)]
 pub enum CommitError {
     /// The precondition on this key does not hold: re-read and decide again.
@@ -97,6 +118,31 @@ pub trait MetaStore: Send + Sync + Debug {
     /// Applies the commit at the current version, then ends that version. Gives the version that is now
     /// frozen. Durable when it returns.
     fn seal(&self, commit: Commit) -> Result<Version, CommitError>;
+
+    /// Keys in [start, end), in byte order, at most `limit`, that were written or deleted in versions after
+    /// `after` up to `through`: every versioned key whose value differs between the two is among them, others
+    /// may be. Costs what was written, not what the store holds. Both versions must be kept, and `after` ended.
+    fn written(
+        &self,
+        after: Version,
+        through: At,
+        start: &[u8],
+        end: &[u8],
+        limit: usize,
+    ) -> Result<Vec<Key>, Error>;
+
+    /// The newest value of every versioned key becomes what it was at `version`, which must be kept; then the
+    /// commit's writes are applied. All of it at once, durable when it returns; costs what was written since.
+    /// Other commits wait.
+    fn restore(&self, version: Version, commit: Commit) -> Result<Sequence, CommitError>;
+
+    /// Says anew which versions are kept. Until the first call all are. Changes nothing that is stored.
+    fn keep(&self, kept: &Kept);
+
+    /// One step of removing what only `gone` needed, which is not kept (any more): looks at up to `limit` keys
+    /// from `start` on, in one short transaction. A step may be repeated. When the last step is done, the store
+    /// holds no row that neither a kept version nor the present needs, as far as `gone` was the last one that did.
+    fn clean(&self, gone: Version, start: &[u8], limit: usize) -> Result<Cleaned, Error>;
 
     /// Returns when all commits made before the call are durable. Callers at the same time share one flush.
     fn sync(&self) -> Result<(), Error>;

@@ -179,6 +179,10 @@ impl Node {
         }
     }
 
+    pub fn forget_view(&self, id: SealId) {
+        self.views.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
+    }
+
     pub fn forget_views(&self) {
         self.views.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }

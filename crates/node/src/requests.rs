@@ -15,11 +15,12 @@ use headrace_base::time::Timestamp;
 use headrace_base::{Error, Reservation, Result};
 use headrace_format::FORMAT;
 use headrace_format::message::{
-    self, Answer, ListEntry, Listing, LoaderRequest, Names, PAYLOAD_BYTES_MAX, Request, Seals, WIRE, Welcome,
-    encode_meta,
+    self, Answer, Differences, ListEntry, Listing, LoaderRequest, Names, PAYLOAD_BYTES_MAX, Request, Seals,
+    Snapshots, WIRE, Welcome, encode_meta,
 };
 use headrace_volume::{
-    Access, Attr, FileKind, Identity, NewInode, Origin, RenameMode, SealedView, SetAttr, Volume,
+    Access, Attr, ChangeKind, Difference, FileKind, Identity, NewInode, Origin, RenameMode, SealedView,
+    SetAttr, Snapshot, Volume,
 };
 use serde::Serialize;
 use serde_bytes::ByteBuf;
@@ -37,6 +38,8 @@ use crate::wake::Wake;
 const SETTLE_PATIENCE: Duration = Duration::from_secs(2);
 /// Entries of one answer. With long names and attributes they come to 5 MiB, well below the limit.
 const LIST_ENTRIES_MAX: usize = 10_000;
+/// Names and inodes looked at for one answer: two paths each, of a few hundred bytes, or 4 KiB at worst.
+const DIFFERENCES_MAX: usize = 1_500;
 /// Sealed views that a connection remembers as checked.
 const VIEWS_MAX: usize = 16;
 const PERMISSION_BITS: u16 = 0o7777;
@@ -212,6 +215,53 @@ impl Session {
             }
             Request::OpenSeal { seal } => sealed(&*self.view(&seal)?),
             Request::Seals {} => Reply::of(Seals { seals: self.volume().seals()? }),
+            Request::SealDelete { seal } => {
+                self.check_operator("delete a sealed view")?;
+                let id = seal.parse()?;
+                self.volume().seal_delete(id)?;
+                self.views.remove(&seal);
+                self.node.forget_view(id);
+                Reply::of(())
+            }
+            Request::SnapshotCreate { name } => {
+                self.check_operator("make a snapshot")?;
+                let snapshot = self.volume().snapshot_create(&name)?;
+                self.settle();
+                Reply::of(snapshot_message(name, snapshot))
+            }
+            Request::Snapshots {} => {
+                let snapshots = self.volume().snapshots()?.into_iter();
+                let snapshots =
+                    snapshots.map(|(name, snapshot)| snapshot_message(ByteBuf::from(name), snapshot));
+                Reply::of(Snapshots { snapshots: snapshots.collect() })
+            }
+            Request::SnapshotDiff { from, to, after, limit } => {
+                // Names are shown whatever the modes of their folders.
+                self.check_operator("compare snapshots")?;
+                let limit = match limit as usize {
+                    0 => DIFFERENCES_MAX,
+                    limit => limit.min(DIFFERENCES_MAX),
+                };
+                let bytes = |name: &'_ Option<ByteBuf>| name.as_ref().map(|name| name.to_vec());
+                let (to, after) = (bytes(&to), bytes(&after));
+                let (found, next) =
+                    self.volume().snapshot_diff(&from, to.as_deref(), after.as_deref(), limit)?;
+                let differences = found.into_iter().map(difference_message).collect();
+                Reply::of(Differences { differences, next: next.map(ByteBuf::from) })
+            }
+            Request::SnapshotRestore { name } => {
+                self.check_operator("restore a snapshot")?;
+                let restored = self.volume().snapshot_restore(&name)?;
+                Reply::of(message::Restored {
+                    before: ByteBuf::from(restored.before),
+                    changed: restored.changed,
+                })
+            }
+            Request::SnapshotDelete { name } => {
+                self.check_operator("delete a snapshot")?;
+                self.volume().snapshot_delete(&name)?;
+                self.changed()
+            }
             Request::ReadBatch { seal } => self.read_batch(&seal, payload),
             Request::Loader(request) => return self.loader(request),
             Request::Mount { mountpoint, read_only, allow_other } => {
@@ -494,6 +544,24 @@ fn sealed(view: &SealedView) -> Result<Reply> {
         .try_clone()
         .map_err(|cause| Error::io(format_args!("pass the manifest of sealed view {}", view.id()), cause))?;
     Ok(Reply { fds: vec![fd.into()], ..Reply::of(view.describe())? })
+}
+
+fn snapshot_message(name: ByteBuf, snapshot: Snapshot) -> message::Snapshot {
+    message::Snapshot { name, version: snapshot.version.0, created_ns: snapshot.created.0 }
+}
+
+fn difference_message(difference: Difference) -> message::Difference {
+    message::Difference {
+        change: match difference.change {
+            ChangeKind::Added => message::Change::Added,
+            ChangeKind::Removed => message::Change::Removed,
+            ChangeKind::Changed => message::Change::Changed,
+            ChangeKind::Renamed => message::Change::Renamed,
+        },
+        kind: difference.kind.into(),
+        path: ByteBuf::from(difference.path),
+        from: difference.from.map(ByteBuf::from),
+    }
 }
 
 pub fn shown(path: &[u8]) -> std::borrow::Cow<'_, str> {

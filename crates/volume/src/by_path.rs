@@ -3,7 +3,6 @@
 use headrace_base::error::errno;
 use headrace_base::{Error, Ino, Result};
 use headrace_format::record::FileKind;
-use headrace_meta::At;
 
 use crate::namespace::{check_name, no_name, not_a_directory, shown};
 use crate::types::{Attr, DirItem, Identity, SetAttr};
@@ -132,7 +131,7 @@ impl Volume {
             return Err(Error::errno(errno::ENOTDIR, format!("inode {directory} is not a directory")));
         }
         self.check_access(who, &attr, Access::READ)?;
-        self.names_after(directory, after, limit, At::Latest)
+        self.names_in(directory, after, limit)
     }
 
     /// Whether `who` may remove or rename this name: in a sticky directory only its owner, the directory's

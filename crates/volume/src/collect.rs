@@ -1,8 +1,10 @@
 //! Gives back segments that nothing can reach. Never by age.
 //!
 //! A segment's bytes can be named only by the inodes whose records it holds: its own descriptors say which. So a
-//! segment that lost a reference is looked at one inode at a time, in the present and in every sealed version,
+//! segment that lost a reference is looked at one inode at a time, in the present and in every readable version,
 //! and removed when none of them names it. Announced segments are left alone; a closed one gets no new names.
+//! Versions are listed before and after the look at the present: one that ended in between shows what the present
+//! showed at its end, and one from which the present was restored was readable before.
 //! A reader that had copied extents of a removed segment finds it gone and looks again (`file`).
 
 use std::collections::{HashMap, HashSet};
@@ -11,12 +13,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use headrace_base::{Error, Ino, Kind, Result, SegmentId, crash};
-use headrace_format::record::{Extent, Place, Seal, SegmentKind};
+use headrace_format::record::{Extent, Place, SegmentKind};
 use headrace_format::{BLOCK, key};
 use headrace_meta::{At, MetaStore};
 
 use crate::live::{LiveTable, load_extents, load_inode};
 use crate::segments::Segments;
+use crate::versions::{Pinned, recorded_versions};
 use crate::volume::named_ends;
 
 /// Removals come in bursts; one look serves a whole burst.
@@ -28,6 +31,7 @@ type Suspects = HashMap<SegmentId, SegmentKind>;
 pub struct Collector {
     store: Arc<dyn MetaStore>,
     segments: Arc<Segments>,
+    pinned: Arc<Pinned>,
     /// Segments that lost a reference since they were last looked at.
     suspects: Mutex<Suspects>,
     /// Suspects that were still announced: looked at again with the next burst, or when they are clean.
@@ -39,10 +43,11 @@ pub struct Collector {
 }
 
 impl Collector {
-    pub fn new(store: Arc<dyn MetaStore>, segments: Arc<Segments>) -> Collector {
+    pub fn new(store: Arc<dyn MetaStore>, segments: Arc<Segments>, pinned: Arc<Pinned>) -> Collector {
         Collector {
             store,
             segments,
+            pinned,
             suspects: Mutex::default(),
             open: Mutex::default(),
             wake: Condvar::new(),
@@ -148,7 +153,6 @@ impl Collector {
 
     /// Looks at each suspect; gives how many were removed.
     pub fn collect(&self, live: &Arc<LiveTable>, suspects: Suspects) -> Result<u64> {
-        let versions = readable_versions(&*self.store)?;
         let mut removed = 0;
         // Without an object tier what is not on flash is gone already.
         let files: HashMap<SegmentId, u64> =
@@ -165,7 +169,7 @@ impl Collector {
                 self.open.lock().unwrap_or_else(PoisonError::into_inner).insert(segment, kind);
                 continue;
             }
-            match self.is_named(live, segment, kind, &versions) {
+            match self.is_named(live, segment, kind) {
                 Ok(true) => {}
                 Ok(false) => {
                     self.remove(segment, kind);
@@ -203,33 +207,43 @@ impl Collector {
         self.open.lock().unwrap_or_else(PoisonError::into_inner).insert(segment, kind);
     }
 
-    fn is_named(
-        &self,
-        live: &Arc<LiveTable>,
-        segment: SegmentId,
-        kind: SegmentKind,
-        versions: &[At],
-    ) -> Result<bool> {
+    fn readable(&self) -> Result<Vec<At>> {
+        let mut versions = readable_versions(&*self.store)?;
+        versions.extend(self.pinned.versions().into_iter().map(At::Version));
+        Ok(versions)
+    }
+
+    fn is_named(&self, live: &Arc<LiveTable>, segment: SegmentId, kind: SegmentKind) -> Result<bool> {
         let inodes: HashSet<Ino> =
             self.segments.records(segment, kind)?.into_iter().map(|(origin, _)| origin.ino).collect();
         let names =
             |extents: &[Extent]| extents.iter().any(|extent| segment_of(&extent.place) == Some(segment));
-        for ino in inodes {
-            for at in versions {
-                if *at == At::Latest {
-                    // Under the inode's lock: its extents cannot change form between two reads.
-                    match live.pin(&*self.store, ino) {
-                        Ok(pin) => {
-                            let state = pin.lock();
-                            if !state.removed && (names(&state.extents) || names(&state.committed_extents)) {
-                                return Ok(true);
-                            }
-                        }
-                        Err(error) if error.kind() == Kind::NotFound => {}
-                        Err(error) => return Err(error),
+        let before = self.readable()?;
+        for ino in &inodes {
+            // Under the inode's lock: its extents cannot change form between two reads.
+            match live.pin(&*self.store, *ino) {
+                Ok(pin) => {
+                    let state = pin.lock();
+                    if !state.removed && (names(&state.extents) || names(&state.committed_extents)) {
+                        return Ok(true);
                     }
-                } else if let Some(inode) = load_inode(&*self.store, ino, *at)?
-                    && names(&load_extents(&*self.store, ino, &inode, *at)?)
+                }
+                Err(error) if error.kind() == Kind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let mut versions: Vec<At> = before;
+        versions.extend(self.readable()?);
+        versions.retain(|at| *at != At::Latest);
+        versions.sort_unstable_by_key(|at| match at {
+            At::Latest => u64::MAX,
+            At::Version(version) => version.0,
+        });
+        versions.dedup();
+        for at in versions {
+            for ino in &inodes {
+                if let Some(inode) = load_inode(&*self.store, *ino, at)?
+                    && names(&load_extents(&*self.store, *ino, &inode, at)?)
                 {
                     return Ok(true);
                 }
@@ -248,12 +262,10 @@ impl Collector {
     }
 }
 
-/// The present, and every version that a seal keeps.
+/// The present, and every version that a record keeps.
 pub fn readable_versions(store: &dyn MetaStore) -> Result<Vec<At>> {
     let mut versions = vec![At::Latest];
-    for (_, value) in store.scan(b"Z", b"[", usize::MAX, At::Latest)? {
-        versions.push(At::Version(Seal::decode(&value)?.version));
-    }
+    versions.extend(recorded_versions(store)?.into_iter().map(At::Version));
     Ok(versions)
 }
 

@@ -10,6 +10,7 @@ use headrace_format::record::{Dentry, FileKind};
 use headrace_meta::At;
 
 use crate::live::Pin;
+use crate::past::Place;
 use crate::types::DirItem;
 use crate::volume::Volume;
 
@@ -18,10 +19,16 @@ const CHUNK: usize = 1024;
 
 impl Volume {
     pub fn open_dir(self: &Arc<Self>, ino: Ino) -> Result<OpenDir> {
-        let parent = self.directory_inode(ino)?.parent;
-        let pin = self.live.pin(&*self.store, ino)?;
-        pin.lock().opens += 1;
-        Ok(OpenDir { volume: Arc::clone(self), pin, parent, listing: Mutex::default() })
+        let (parent, pin) = match self.place(ino)? {
+            Place::Live => {
+                let parent = self.directory_inode(ino)?.parent;
+                let pin = self.live.pin(&*self.store, ino)?;
+                pin.lock().opens += 1;
+                (parent, Some(pin))
+            }
+            past => (self.open_dir_past(&past)?, None),
+        };
+        Ok(OpenDir { volume: Arc::clone(self), ino, pin, parent, listing: Mutex::default() })
     }
 
     /// Names of a directory greater than `after`, in byte order. Cursors are of no use here and are 0.
@@ -58,14 +65,16 @@ struct Listing {
 #[derive(Debug)]
 pub struct OpenDir {
     volume: Arc<Volume>,
-    pin: Pin,
+    ino: Ino,
+    /// None: of a snapshot.
+    pin: Option<Pin>,
     parent: Ino,
     listing: Mutex<Listing>,
 }
 
 impl OpenDir {
     pub fn ino(&self) -> Ino {
-        self.pin.ino
+        self.ino
     }
 
     /// "." and ".." first, then names in byte order. `cursor` 0 starts anew; at most `limit` items.
@@ -73,7 +82,7 @@ impl OpenDir {
         let mut listing = self.listing.lock().unwrap_or_else(PoisonError::into_inner);
         if cursor == 0 {
             *listing = Listing::default();
-            for (name, ino) in [(b".".to_vec(), self.pin.ino), (b"..".to_vec(), self.parent)] {
+            for (name, ino) in [(b".".to_vec(), self.ino), (b"..".to_vec(), self.parent)] {
                 let cursor = listing.items.len() as u64 + 1;
                 listing.items.push(DirItem { name, ino, kind: FileKind::Directory, cursor });
             }
@@ -84,7 +93,7 @@ impl OpenDir {
                 [_, _, .., last] => Some(last.name.clone()),
                 _ => None,
             };
-            let more = self.volume.names_after(self.pin.ino, after.as_deref(), CHUNK, At::Latest)?;
+            let more = self.volume.names_in(self.ino, after.as_deref(), CHUNK)?;
             listing.complete = more.len() < CHUNK;
             for mut item in more {
                 item.cursor = listing.items.len() as u64 + 1;
@@ -98,6 +107,8 @@ impl OpenDir {
 
 impl Drop for OpenDir {
     fn drop(&mut self) {
-        self.pin.lock().opens -= 1;
+        if let Some(pin) = &self.pin {
+            pin.lock().opens -= 1;
+        }
     }
 }

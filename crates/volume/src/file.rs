@@ -7,23 +7,32 @@
 use std::sync::Arc;
 
 use headrace_base::error::errno;
-use headrace_base::{Error, Ino, Kind, Result, time};
+use headrace_base::{Error, Ino, Kind, Result, SegmentId, time};
 use headrace_flash::is_missing;
 use headrace_format::key;
 use headrace_format::record::{Extent, FileKind};
-use headrace_meta::{Commit, Write};
+use headrace_meta::{At, Commit, Write};
 
 use crate::extents;
 use crate::flush::Inline;
 use crate::live::{Pin, State, no_inode};
 use crate::namespace::erase;
-use crate::placed::read_extents;
+use crate::past::{PastFile, is_live};
+use crate::placed::Placed;
 use crate::segments::Fetch;
 use crate::types::{Attr, Change, FILE_BYTES_MAX, OpenMode, Origin};
 use crate::volume::Volume;
 
 impl Volume {
     pub fn open_file(self: &Arc<Self>, origin: Origin, ino: Ino, mode: OpenMode) -> Result<OpenFile> {
+        if !is_live(ino) {
+            if mode.write {
+                self.check_live(ino)?;
+            }
+            let body = Body::Past(Box::new(self.open_past(self.place(ino)?)?));
+            return Ok(OpenFile { volume: Arc::clone(self), body, origin, mode });
+        }
+        let _tree = self.stripes.share();
         let pin = self.live.pin(&*self.store, ino)?;
         if mode.truncate && mode.write {
             self.truncate(&pin, 0)?;
@@ -56,7 +65,7 @@ impl Volume {
     ) -> OpenFile {
         state.opens += 1;
         state.writers += u32::from(mode.write);
-        OpenFile { volume: Arc::clone(self), pin, origin, mode }
+        OpenFile { volume: Arc::clone(self), body: Body::Live(pin), origin, mode }
     }
 
     /// The last close of a file without a name ends it.
@@ -76,6 +85,10 @@ impl Volume {
             // The flusher closes its file segment.
             self.flusher.enqueue(pin, &mut state);
         }
+    }
+
+    pub(crate) fn placed(&self, ino: Ino, at: At, fetch: Fetch) -> Placed<'_> {
+        Placed { store: &*self.store, segments: &self.segments, ino, at, fetch }
     }
 
     pub(crate) fn read_pinned(&self, pin: &Pin, offset: u64, out: &mut [u8], fetch: Fetch) -> Result<usize> {
@@ -120,12 +133,10 @@ impl Volume {
             (length, needed, overlay)
         };
         let out = &mut out[..length];
-        read_extents(&*self.store, &self.segments, pin.ino, &needed, offset, out, fetch).map_err(
-            |error| {
-                let path = self.names.path(pin.ino);
-                error.context(format_args!("file {:?} (inode {})", String::from_utf8_lossy(&path), pin.ino))
-            },
-        )?;
+        self.placed(pin.ino, At::Latest, fetch).read(&needed, offset, out).map_err(|error| {
+            let path = self.names.path(pin.ino);
+            error.context(format_args!("file {:?} (inode {})", String::from_utf8_lossy(&path), pin.ino))
+        })?;
         for (start, bytes) in overlay.into_iter().flatten() {
             let at = (start - offset) as usize;
             out[at..at + bytes.len()].copy_from_slice(&bytes);
@@ -170,14 +181,23 @@ impl Volume {
 #[derive(Debug)]
 pub struct OpenFile {
     volume: Arc<Volume>,
-    pin: Pin,
+    body: Body,
     origin: Origin,
     mode: OpenMode,
 }
 
+#[derive(Debug)]
+enum Body {
+    Live(Pin),
+    Past(Box<PastFile>),
+}
+
 impl OpenFile {
     pub fn ino(&self) -> Ino {
-        self.pin.ino
+        match &self.body {
+            Body::Live(pin) => pin.ino,
+            Body::Past(past) => past.ino(),
+        }
     }
 
     pub fn mode(&self) -> OpenMode {
@@ -185,7 +205,10 @@ impl OpenFile {
     }
 
     pub fn attr(&self) -> Result<Attr> {
-        Ok(self.pin.lock().attr(self.pin.ino))
+        Ok(match &self.body {
+            Body::Live(pin) => pin.lock().attr(pin.ino),
+            Body::Past(past) => past.attr(),
+        })
     }
 
     /// Fills `out` from `offset`; fewer bytes only at the end of the file.
@@ -193,7 +216,10 @@ impl OpenFile {
         if !self.mode.read {
             return Err(Error::errno(errno::EBADF, "the file is not open for reading"));
         }
-        self.volume.read_pinned(&self.pin, offset, out, Fetch::Wait)
+        match &self.body {
+            Body::Live(pin) => self.volume.read_pinned(pin, offset, out, Fetch::Wait),
+            Body::Past(past) => self.volume.read_past(past, offset, out, Fetch::Wait),
+        }
     }
 
     /// `read` for a thread that others wait for: `is_not_here` of the error if it would have to wait for the object
@@ -202,7 +228,10 @@ impl OpenFile {
         if !self.mode.read {
             return Err(Error::errno(errno::EBADF, "the file is not open for reading"));
         }
-        self.volume.read_pinned(&self.pin, offset, out, Fetch::Refuse)
+        match &self.body {
+            Body::Live(pin) => self.volume.read_pinned(pin, offset, out, Fetch::Refuse),
+            Body::Past(past) => self.volume.read_past(past, offset, out, Fetch::Refuse),
+        }
     }
 
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
@@ -215,49 +244,60 @@ impl OpenFile {
     }
 
     fn write_at(&self, offset: Option<u64>, bytes: &[u8]) -> Result<u64> {
-        self.check_writable()?;
-        let at = self.volume.write_pinned(&self.pin, offset, bytes)?;
-        self.volume.changes.tell(self.origin, || vec![Change::Inode(self.pin.ino)]);
+        let pin = self.writable()?;
+        let at = self.volume.write_pinned(pin, offset, bytes)?;
+        self.volume.changes.tell(self.origin, || vec![Change::Inode(pin.ino)]);
         Ok(at)
     }
 
     pub fn truncate(&self, size: u64) -> Result<Attr> {
-        self.check_writable()?;
-        let attr = self.volume.truncate(&self.pin, size)?;
-        self.volume.changes.tell(self.origin, || vec![Change::Inode(self.pin.ino)]);
+        let pin = self.writable()?;
+        let attr = self.volume.truncate(pin, size)?;
+        self.volume.changes.tell(self.origin, || vec![Change::Inode(pin.ino)]);
         Ok(attr)
     }
 
     /// What was written before is durable when it returns, name and attributes included.
     pub fn fsync(&self) -> Result<()> {
-        let waits = self.volume.flusher.fsync(&self.pin)?;
+        let waits = self.begin_fsync()?;
         self.volume.flusher.wait_clean(&waits)
     }
 
     /// `fsync` that does not wait for the object tier: `done` is called when it is over, on this thread or another.
     pub fn start_fsync(&self, done: impl FnOnce(Result<()>) + Send + 'static) {
-        match self.volume.flusher.fsync(&self.pin) {
+        match self.begin_fsync() {
             Ok(waits) => self.volume.flusher.when_clean(&waits, done),
             Err(error) => done(Err(error)),
         }
     }
 
-    /// Bytes are in a segment and committed, not necessarily durable.
-    pub fn flush(&self) -> Result<()> {
-        self.volume.flusher.flush_inode(&self.pin, Inline::Leave)
+    fn begin_fsync(&self) -> Result<Vec<SegmentId>> {
+        match &self.body {
+            Body::Live(pin) => self.volume.flusher.fsync(pin),
+            Body::Past(_) => Ok(Vec::new()),
+        }
     }
 
-    fn check_writable(&self) -> Result<()> {
-        if self.mode.write {
-            Ok(())
-        } else {
-            Err(Error::errno(errno::EBADF, "the file is not open for writing"))
+    /// Bytes are in a segment and committed, not necessarily durable.
+    pub fn flush(&self) -> Result<()> {
+        match &self.body {
+            Body::Live(pin) => self.volume.flusher.flush_inode(pin, Inline::Leave),
+            Body::Past(_) => Ok(()),
+        }
+    }
+
+    fn writable(&self) -> Result<&Pin> {
+        match &self.body {
+            Body::Live(pin) if self.mode.write => Ok(pin),
+            _ => Err(Error::errno(errno::EBADF, "the file is not open for writing")),
         }
     }
 }
 
 impl Drop for OpenFile {
     fn drop(&mut self) {
-        self.volume.closed(&self.pin, self.mode);
+        if let Body::Live(pin) = &self.body {
+            self.volume.closed(pin, self.mode);
+        }
     }
 }

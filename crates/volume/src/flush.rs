@@ -32,7 +32,7 @@ use crate::gate::Gate;
 use crate::live::{Live, LiveTable, Pin, State, region_writes};
 use crate::namespace::Names;
 use crate::packs::{OpenPack, Packs, must_commit};
-use crate::placed::{read_extents, read_inline};
+use crate::placed::{Placed, read_inline};
 use crate::room::Room;
 use crate::segments::{Fetch, Segments, is_not_here};
 use crate::uploads::Uploads;
@@ -92,6 +92,8 @@ pub struct Flusher {
     /// Shared while bytes are put into the metadata store; exclusive while that must not be. Taken before any
     /// inode's lock.
     inline_gate: RwLock<()>,
+    /// Shared while the flusher's thread works; exclusive while it must not.
+    background: RwLock<()>,
 }
 
 /// One inode in the middle of its flush.
@@ -146,12 +148,18 @@ impl Flusher {
             queue: Mutex::default(),
             wake: Condvar::new(),
             inline_gate: RwLock::new(()),
+            background: RwLock::new(()),
         }
     }
 
     /// Keeps fsyncs from putting bytes into the metadata store until it is dropped: they wait.
     pub fn hold_inline(&self) -> RwLockWriteGuard<'_, ()> {
         self.inline_gate.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the flusher's thread from writing anything until it is dropped.
+    pub fn hold_background(&self) -> RwLockWriteGuard<'_, ()> {
+        self.background.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whoever holds it may put bytes into the metadata store.
@@ -504,16 +512,15 @@ impl Flusher {
                 let from = extent.file_offset.max(start);
                 let to = (extent.file_offset + extent.length).min(end);
                 let mut bytes = vec![0; (to - from) as usize];
-                match read_extents(
-                    &*self.store,
-                    &self.segments,
+                let placed = Placed {
+                    store: &*self.store,
+                    segments: &self.segments,
                     ino,
-                    std::slice::from_ref(extent),
-                    from,
-                    &mut bytes,
+                    at: At::Latest,
                     // Nobody's flush waits for the object tier: what is there alone can be rewritten later.
-                    Fetch::Refuse,
-                ) {
+                    fetch: Fetch::Refuse,
+                };
+                match placed.read(std::slice::from_ref(extent), from, &mut bytes) {
                     Ok(()) => beneath.write(from, &bytes),
                     Err(error) if is_not_here(&error) => {}
                     // Damaged bytes stay where they are, to be reported to whoever reads them.
@@ -825,6 +832,7 @@ impl Flusher {
             if stop {
                 return;
             }
+            let working = self.background.read().unwrap_or_else(PoisonError::into_inner);
             let mut outcome = self.flush_pins(pins, Inline::Leave, Wait::Skip);
             if !inline.is_empty() {
                 let moved = self.move_inline(inline);
@@ -837,6 +845,7 @@ impl Flusher {
             if self.uploads().is_some() {
                 self.packs.cut_older(OPEN_AGE_MAX);
             }
+            drop(working);
             self.gate.set_failing(outcome.as_ref().err());
             if outcome.is_err() {
                 time::sleep(Duration::from_millis(500));

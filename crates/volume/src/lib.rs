@@ -18,6 +18,8 @@
 //! | `directory`, `xattr` | listings, extended attributes |
 //! | `by_path`, `put` | the same by path and identity, with permission checks; bulk import |
 //! | `seal`, `sealed` | freezing a subtree; reading it without locks |
+//! | `snapshots`, `past`, `diff` | snapshots: make, delete, restore; reading one as a folder; comparing two |
+//! | `versions` | which versions are readable; cleaning after those that are not |
 //! | `collect` | giving back segments that nothing can reach |
 //! | `changes` | telling mounts what changed through other doors |
 //! | `extents`, `dirty` | pure maps from file offsets to places and to bytes |
@@ -32,6 +34,7 @@ mod announce;
 mod by_path;
 mod changes;
 mod collect;
+mod diff;
 mod directory;
 mod dirty;
 mod extents;
@@ -41,6 +44,7 @@ mod gate;
 mod live;
 mod namespace;
 mod packs;
+mod past;
 mod placed;
 mod put;
 mod remote;
@@ -48,21 +52,26 @@ mod room;
 mod seal;
 mod sealed;
 mod segments;
+mod snapshots;
 mod tiering;
 mod tiers;
 mod types;
 mod uploads;
+mod versions;
 mod volume;
 mod xattr;
 
 pub use by_path::Access;
 pub use changes::Subscription;
+pub use diff::{ChangeKind, Difference};
 pub use directory::OpenDir;
 pub use file::OpenFile;
-pub use headrace_format::record::FileKind;
+pub use headrace_format::record::{FileKind, Snapshot};
 pub use headrace_object::Location;
+pub use past::FOLDER_NAME as SNAPSHOTS_FOLDER;
 pub use sealed::SealedView;
 pub use segments::is_not_here;
+pub use snapshots::Restored;
 pub use tiers::TierStatus;
 pub use types::{
     Attr, Change, CreateOptions, DirItem, Identity, NewInode, OpenMode, Origin, RenameMode, SetAttr, Statfs,

@@ -245,6 +245,29 @@ impl LiveTable {
         Some(Pin { table: Arc::clone(self), live: Arc::clone(&entry.live) })
     }
 
+    /// Reads anew what the store holds of every inode in use. Nothing may be ahead of the store, and nothing may
+    /// change meanwhile.
+    pub fn reload(self: &Arc<Self>, store: &dyn MetaStore) -> Result<()> {
+        for pin in self.all() {
+            let mut state = pin.lock_idle();
+            match load_inode(store, pin.ino, At::Latest)? {
+                Some(inode) => {
+                    let extents = Arc::new(load_extents(store, pin.ino, &inode, At::Latest)?);
+                    state.committed_size = inode.size;
+                    state.inode = inode;
+                    state.committed_extents = Arc::clone(&extents);
+                    state.extents = extents;
+                    state.removed = false;
+                }
+                None => {
+                    state.removed = true;
+                    state.inode.nlink = 0;
+                }
+            }
+        }
+        Ok(())
+    }
+
     pub fn all(self: &Arc<Self>) -> Vec<Pin> {
         let mut pins = Vec::new();
         for shard in &self.shards {

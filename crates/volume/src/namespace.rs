@@ -8,7 +8,7 @@
 //! one directory need not agree on one record.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use headrace_base::error::errno;
 use headrace_base::time::{self, Timestamp};
@@ -21,6 +21,7 @@ use crate::extents;
 use crate::file::OpenFile;
 use crate::flush::Inline;
 use crate::live::{Pin, State, load_inode, no_inode};
+use crate::past::{FOLDER_NAME, Place as Where, is_live};
 use crate::types::{
     Attr, Change, FILE_BYTES_MAX, NAME_BYTES_MAX, NewInode, OpenMode, Origin, RenameMode, SetAttr,
     TARGET_BYTES_MAX,
@@ -33,26 +34,45 @@ const STRIPES: usize = 256;
 const MODE_MASK: u16 = 0o7777;
 pub const SETGID: u16 = 0o2000;
 
-/// One lock per directory, shared by directories that fall on one stripe.
+/// One lock per directory, shared by directories that fall on one stripe; above them one for the whole tree,
+/// which every change shares. No thread takes these locks twice.
 #[derive(Debug)]
-pub struct Stripes(Vec<Mutex<()>>);
+pub struct Stripes {
+    tree: RwLock<()>,
+    stripes: Vec<Mutex<()>>,
+}
 
 impl Default for Stripes {
     fn default() -> Self {
-        Stripes((0..STRIPES).map(|_| Mutex::new(())).collect())
+        Stripes { tree: RwLock::new(()), stripes: (0..STRIPES).map(|_| Mutex::new(())).collect() }
     }
 }
 
+/// Locked stripes, the tree's lock among them.
+pub type Locked<'a> = (RwLockReadGuard<'a, ()>, Vec<MutexGuard<'a, ()>>);
+
 impl Stripes {
+    /// Nothing changes in the whole tree, and no file is opened, until it is dropped.
+    pub fn lock_all(&self) -> RwLockWriteGuard<'_, ()> {
+        self.tree.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// For a change of an inode that needs no directory, and for opening it.
+    pub fn share(&self) -> RwLockReadGuard<'_, ()> {
+        self.tree.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Locks the stripes of these directories, each once, in order.
-    pub fn lock(&self, directories: &[Ino]) -> Vec<MutexGuard<'_, ()>> {
+    pub fn lock(&self, directories: &[Ino]) -> Locked<'_> {
+        let tree = self.share();
         let mut indices: Vec<usize> = directories.iter().map(|ino| ino.0 as usize % STRIPES).collect();
         indices.sort_unstable();
         indices.dedup();
-        indices
+        let stripes = indices
             .into_iter()
-            .map(|index| self.0[index].lock().unwrap_or_else(PoisonError::into_inner))
-            .collect()
+            .map(|index| self.stripes[index].lock().unwrap_or_else(PoisonError::into_inner))
+            .collect();
+        (tree, stripes)
     }
 }
 
@@ -73,6 +93,12 @@ impl Names {
             generations[1] = std::mem::take(&mut generations[0]);
         }
         generations[0].insert(ino, (parent, name.to_vec()));
+    }
+
+    /// Where an inode was seen last: its directory and its name there.
+    pub fn last(&self, ino: Ino) -> Option<(Ino, Vec<u8>)> {
+        let generations = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        generations[0].get(&ino).or_else(|| generations[1].get(&ino)).cloned()
     }
 
     /// The path of an inode, without a leading slash; empty if a part of it is not known.
@@ -160,6 +186,10 @@ impl Volume {
         if name.len() > NAME_BYTES_MAX {
             check_name(name)?;
         }
+        match self.place(parent)? {
+            Where::Live if parent != Ino::ROOT || name != FOLDER_NAME => {}
+            place => return self.lookup_past(&place, parent, name),
+        }
         if name == b"." {
             return self.getattr(parent);
         }
@@ -172,6 +202,9 @@ impl Volume {
     }
 
     pub fn getattr(&self, ino: Ino) -> Result<Attr> {
+        if !is_live(ino) {
+            return self.getattr_past(&self.place(ino)?);
+        }
         if let Some(pin) = self.live.find(ino) {
             let state = pin.lock();
             // A removed directory that is open still answers, as a removed file does.
@@ -186,6 +219,9 @@ impl Volume {
 
     /// One answer per inode, in order; None: gone. One read of the store for all of them.
     pub fn getattrs(&self, inos: &[Ino]) -> Result<Vec<Option<Attr>>> {
+        if !inos.iter().all(|ino| is_live(*ino)) {
+            return self.getattrs_past(inos);
+        }
         let keys: Vec<_> = inos.iter().map(|ino| key::inode(*ino)).collect();
         let values = self.store.get_many(&keys, At::Latest)?;
         inos.iter()
@@ -203,11 +239,15 @@ impl Volume {
     }
 
     fn attr_of(&self, ino: Ino, inode: &Inode) -> Result<Attr> {
+        self.attr_at(ino, inode, At::Latest)
+    }
+
+    pub(crate) fn attr_at(&self, ino: Ino, inode: &Inode, at: At) -> Result<Attr> {
         let mut attr = Attr::of(ino, inode);
         if inode.kind == FileKind::Directory {
             let prefix = key::all_deltas(ino);
             let mut total = Count::default();
-            for (_, value) in self.store.scan(&prefix, &key::end_of(&prefix), usize::MAX, At::Latest)? {
+            for (_, value) in self.store.scan(&prefix, &key::end_of(&prefix), usize::MAX, at)? {
                 let delta = DirDelta::decode(&value)?;
                 total = total.and(Count { entries: delta.entries, subdirectories: delta.subdirectories });
                 attr.mtime = attr.mtime.max(delta.changed);
@@ -220,6 +260,9 @@ impl Volume {
     }
 
     pub fn readlink(&self, ino: Ino) -> Result<Vec<u8>> {
+        if !is_live(ino) {
+            return self.readlink_past(&self.place(ino)?);
+        }
         match load_inode(&*self.store, ino, At::Latest)?.ok_or_else(|| no_inode(ino))?.content {
             Content::Target(target) => Ok(target),
             _ => Err(Error::invalid(format!("inode {ino} is not a symbolic link"))),
@@ -227,7 +270,9 @@ impl Volume {
     }
 
     pub fn setattr(&self, origin: Origin, ino: Ino, set: &SetAttr) -> Result<Attr> {
+        self.check_live(ino)?;
         if let Some(size) = set.size {
+            let _tree = self.stripes.share();
             let pin = self.live.pin(&*self.store, ino)?;
             self.truncate(&pin, size)?;
         }
@@ -366,6 +411,7 @@ impl Volume {
 
     fn make_locked(&self, origin: Origin, parent: Ino, name: &[u8], new: NewInode) -> Result<(Ino, Inode)> {
         check_name(name)?;
+        self.check_new_name(parent, name)?;
         self.flusher.room.check_name()?;
         if new.kind == FileKind::Symlink {
             check_target(&new.target)?;
@@ -400,6 +446,10 @@ impl Volume {
 
     pub fn link(&self, origin: Origin, ino: Ino, parent: Ino, name: &[u8]) -> Result<Attr> {
         check_name(name)?;
+        self.check_new_name(parent, name)?;
+        if !is_live(ino) {
+            return Err(Error::errno(errno::EXDEV, "a file of a snapshot gets no second name: copy it"));
+        }
         self.flusher.room.check_name()?;
         let _stripe = self.stripes.lock(&[parent]);
         if self.dentry(parent, name)?.is_some() {
@@ -444,6 +494,7 @@ impl Volume {
     }
 
     pub fn unlink(&self, origin: Origin, parent: Ino, name: &[u8]) -> Result<()> {
+        self.check_old_name(parent, name)?;
         let _stripe = self.stripes.lock(&[parent]);
         let (dentry, value) = self.dentry(parent, name)?.ok_or_else(|| no_name(name))?;
         if dentry.kind == FileKind::Directory {
@@ -516,6 +567,7 @@ impl Volume {
         if name == b"." {
             return Err(Error::invalid("\".\" cannot be removed"));
         }
+        self.check_old_name(parent, name)?;
         let (dentry, _) = self.dentry(parent, name)?.ok_or_else(|| no_name(name))?;
         let _stripes = self.stripes.lock(&[parent, dentry.ino]);
         let (again, value) = self.dentry(parent, name)?.ok_or_else(|| no_name(name))?;
@@ -565,6 +617,8 @@ impl Volume {
     ) -> Result<()> {
         check_name(from.1)?;
         check_name(to.1)?;
+        self.check_old_name(from.0, from.1)?;
+        self.check_old_name(to.0, to.1)?;
         // Directories move under one lock, so that no two moves can tie a knot.
         let _moving = self.renames.lock().unwrap_or_else(PoisonError::into_inner);
         let replaced = match self.dentry(to.0, to.1)? {
@@ -688,9 +742,8 @@ impl Volume {
         };
         let before = moved_state.inode.clone();
         moved_state.inode.ctime = now;
-        if source.kind == FileKind::Directory {
-            moved_state.inode.parent = to;
-        }
+        // Of a file a hint, by which a diff of snapshots finds its name.
+        moved_state.inode.parent = to;
         writes.push(Write::Put(key::inode(moved.ino), moved_state.committed_record().encode()));
         let dropped = match (&replaced, &mut replaced_state) {
             (Some(pin), Some(state)) => {
@@ -755,9 +808,7 @@ impl Volume {
         let before: Vec<Inode> = states.iter().map(|state| state.inode.clone()).collect();
         for (state, (pin, parent)) in states.iter_mut().zip(&pins) {
             state.inode.ctime = now;
-            if state.inode.kind == FileKind::Directory {
-                state.inode.parent = *parent;
-            }
+            state.inode.parent = *parent;
             writes.push(Write::Put(key::inode(pin.ino), state.committed_record().encode()));
         }
         let preconditions = vec![

@@ -7,38 +7,43 @@ use headrace_meta::{At, MetaStore};
 
 use crate::segments::{Fetch, Segments};
 
-/// Fills `out` from `offset` of a file whose extents there are `needed`; zeros where there is none.
-pub fn read_extents(
-    store: &dyn MetaStore,
-    segments: &Segments,
-    ino: Ino,
-    needed: &[Extent],
-    offset: u64,
-    out: &mut [u8],
-    fetch: Fetch,
-) -> Result<()> {
-    let end = offset + out.len() as u64;
-    let mut filled = offset;
-    for extent in needed {
-        let from = extent.file_offset.max(offset);
-        let to = (extent.file_offset + extent.length).min(end);
-        out[(filled - offset) as usize..(from - offset) as usize].fill(0);
-        let part = &mut out[(from - offset) as usize..(to - offset) as usize];
-        let skip = from - extent.file_offset;
-        match &extent.place {
-            Place::Pack { segment, offset, check } => {
-                segments.read_pack(*segment, offset + skip, check, part, fetch)?
+/// A file whose bytes are read: of which version, and whether the read may wait.
+pub struct Placed<'a> {
+    pub store: &'a dyn MetaStore,
+    pub segments: &'a Segments,
+    pub ino: Ino,
+    pub at: At,
+    pub fetch: Fetch,
+}
+
+impl Placed<'_> {
+    /// Fills `out` from `offset` of the file, whose extents there are `needed`; zeros where there is none.
+    pub fn read(&self, needed: &[Extent], offset: u64, out: &mut [u8]) -> Result<()> {
+        let end = offset + out.len() as u64;
+        let mut filled = offset;
+        for extent in needed {
+            let from = extent.file_offset.max(offset);
+            let to = (extent.file_offset + extent.length).min(end);
+            out[(filled - offset) as usize..(from - offset) as usize].fill(0);
+            let part = &mut out[(from - offset) as usize..(to - offset) as usize];
+            let skip = from - extent.file_offset;
+            match &extent.place {
+                Place::Pack { segment, offset, check } => {
+                    self.segments.read_pack(*segment, offset + skip, check, part, self.fetch)?
+                }
+                Place::File { segment, offset } => {
+                    self.segments.read_file(*segment, offset + skip, part, self.fetch)?
+                }
+                Place::Inline { .. } => {
+                    let bytes = read_inline(self.store, self.ino, extent, self.at)?;
+                    part.copy_from_slice(&bytes[skip as usize..skip as usize + part.len()]);
+                }
             }
-            Place::File { segment, offset } => segments.read_file(*segment, offset + skip, part, fetch)?,
-            Place::Inline { .. } => {
-                let bytes = read_inline(store, ino, extent, At::Latest)?;
-                part.copy_from_slice(&bytes[skip as usize..skip as usize + part.len()]);
-            }
+            filled = to;
         }
-        filled = to;
+        out[(filled - offset) as usize..].fill(0);
+        Ok(())
     }
-    out[(filled - offset) as usize..].fill(0);
-    Ok(())
 }
 
 /// The bytes of an inline extent.

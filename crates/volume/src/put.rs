@@ -199,6 +199,7 @@ impl Volume {
                 _ => self.check_remove(who, parent, name)?,
             }
         }
+        self.check_new_name(parent, name)?;
         let _stripe = self.stripes.lock(&[parent]);
         let existing = self.dentry(parent, name)?;
         let now = time::wall_now();

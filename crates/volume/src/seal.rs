@@ -7,9 +7,9 @@
 
 use std::collections::HashMap;
 use std::fs::{self, File};
-use std::io::{BufWriter, Write as _};
+use std::io::{BufWriter, ErrorKind, Write as _};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use headrace_base::error::errno;
@@ -19,15 +19,16 @@ use headrace_format::key;
 use headrace_format::manifest;
 use headrace_format::message;
 use headrace_format::record::{FileKind, Inode, Place, Seal};
-use headrace_meta::{At, Commit, CommitError, Write};
+use headrace_meta::{At, Commit, CommitError, Durability, Precondition, Write};
 use serde_bytes::ByteBuf;
 
 use crate::by_path::Access;
 use crate::live::{load_extents, no_inode};
 use crate::namespace::not_a_directory;
-use crate::packs::must_commit;
+use crate::past::is_live;
 use crate::sealed::SealedView;
 use crate::types::{Attr, Identity};
+use crate::versions::give_up;
 use crate::volume::Volume;
 
 /// Names fetched from the store at once.
@@ -43,6 +44,9 @@ impl Volume {
     /// milliseconds; the manifest about a second for a million files.
     pub fn seal(&self, who: &Identity, path: &[u8]) -> Result<Arc<SealedView>> {
         let root = self.resolve(who, path, true)?;
+        if !is_live(root.ino) {
+            return Err(Error::invalid("a snapshot's folder cannot be sealed: restore it, or copy it out"));
+        }
         if root.kind != FileKind::Directory {
             return Err(not_a_directory(path).context("only a directory can be sealed"));
         }
@@ -54,29 +58,39 @@ impl Volume {
         self.flusher.move_inline(self.flusher.take_inline())?;
         let id = SealId::generate();
         let seal = Seal {
-            version: self.store.version(),
+            version: Version(0),
             path: path.to_vec(),
             root: root.ino,
             created: time::wall_now(),
             samples: 0,
             bytes: 0,
         };
-        let writes = vec![Write::Put(key::seal(id), seal.encode())];
-        let version = match self.store.seal(Commit { preconditions: Vec::new(), writes }) {
+        let cut = self.cleaner.cut(Vec::new(), |version| {
+            vec![Write::Put(key::seal(id), Seal { version, ..seal.clone() }.encode())]
+        });
+        let version = match cut {
             Ok(version) => version,
             Err(CommitError::Failed(error)) => return Err(error),
             Err(CommitError::Conflict(_)) => return Err(Error::internal("two seals have one id")),
         };
         drop(no_inline);
+        let _pin = self.cleaner.pinned.pin(version);
         let seal = Seal { version, ..seal };
         crash::point("after-seal");
         self.write_manifest(id, &seal)?;
         let view = self.open_manifest(id, &seal)?;
         // For listings of seals, which should not have to open every manifest.
-        let counted = Seal { samples: view.samples(), bytes: view.bytes(), ..seal };
-        let writes = vec![Write::Put(key::seal(id), counted.encode())];
-        must_commit(&*self.store, Commit { preconditions: Vec::new(), writes })?;
-        Ok(view)
+        let counted = Seal { samples: view.samples(), bytes: view.bytes(), ..seal.clone() };
+        let commit = Commit {
+            preconditions: vec![Precondition::Equals(key::seal(id), seal.encode())],
+            writes: vec![Write::Put(key::seal(id), counted.encode())],
+        };
+        match self.store.commit(commit, Durability::Relaxed) {
+            Ok(_) => Ok(view),
+            Err(CommitError::Failed(error)) => Err(error),
+            // Somebody was quick to delete it.
+            Err(CommitError::Conflict(_)) => Err(no_seal(id)),
+        }
     }
 
     /// NotFound if there is no such seal; Permission if `who` may not search the way to it or into it.
@@ -111,10 +125,51 @@ impl Volume {
             .collect()
     }
 
+    /// No new reader gets the view; those that have it open read on. The version and the bytes that only it held
+    /// are given back when the last has closed it. Rights are the caller's to check.
+    pub fn seal_delete(&self, id: SealId) -> Result<()> {
+        let record = self.seal_record(id)?;
+        let key = key::seal(id);
+        let commit = Commit {
+            preconditions: vec![Precondition::Present(key.clone())],
+            writes: vec![Write::Delete(key), give_up(record.version)],
+        };
+        match self.store.commit(commit, Durability::Durable) {
+            Ok(_) => {}
+            Err(CommitError::Failed(error)) => return Err(error),
+            Err(CommitError::Conflict(_)) => return Err(no_seal(id)),
+        }
+        crash::point("after-seal-delete");
+        self.seals.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
+        self.cleaner.wake();
+        remove_manifest(&self.manifest_path(id))
+    }
+
+    /// Removes manifests whose seals are gone, and what a crash left of one that was being written.
+    pub(crate) fn remove_stray_manifests(&self) -> Result<()> {
+        let folder = self.folder().join("manifests");
+        let io = |cause| Error::io(format_args!("look at {}", folder.display()), cause);
+        for entry in fs::read_dir(&folder).map_err(io)? {
+            let path = entry.map_err(io)?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            let Some((id, ending)) = name.split_once('.') else { continue };
+            let Ok(id) = id.parse::<SealId>() else { continue };
+            let stray = match ending {
+                "manifest" => self.store.get(&key::seal(id), At::Latest)?.is_none(),
+                "new" | "scratch" => true,
+                _ => false,
+            };
+            if stray {
+                tracing::info!(manifest = name, "a manifest without a sealed view is removed");
+                remove_manifest(&path)?;
+            }
+        }
+        Ok(())
+    }
+
     fn seal_record(&self, id: SealId) -> Result<Seal> {
         let value = self.store.get(&key::seal(id), At::Latest)?;
-        let value = value.ok_or_else(|| Error::not_found(format!("there is no sealed view {id}")))?;
-        Seal::decode(&value)
+        Seal::decode(&value.ok_or_else(|| no_seal(id))?)
     }
 
     fn manifest_path(&self, id: SealId) -> PathBuf {
@@ -126,6 +181,9 @@ impl Volume {
         if let Some(view) = views.get(&id).and_then(Weak::upgrade) {
             return Ok(view);
         }
+        let pin = self.cleaner.pinned.pin(seal.version);
+        // Pinned too late if the seal was deleted since it was looked up.
+        self.seal_record(id)?;
         let path = self.manifest_path(id);
         if !path.exists() {
             // A crash came between the seal and its manifest, or somebody removed the file: the version is
@@ -134,7 +192,7 @@ impl Volume {
         }
         let file =
             File::open(&path).map_err(|cause| Error::io(format_args!("open {}", path.display()), cause))?;
-        let view = Arc::new(SealedView::open(id, file, Arc::clone(&self.segments))?);
+        let view = Arc::new(SealedView::open(id, file, Arc::clone(&self.segments), pin)?);
         views.retain(|_, view| view.strong_count() > 0);
         views.insert(id, Arc::downgrade(&view));
         Ok(view)
@@ -277,6 +335,19 @@ struct Walk {
 impl Walk {
     fn new(directory: Ino, row: u32, path: Vec<u8>) -> Walk {
         Walk { directory, row, path, waiting: Vec::new(), after: None, complete: false }
+    }
+}
+
+fn no_seal(id: SealId) -> Error {
+    Error::not_found(format!("there is no sealed view {id}"))
+}
+
+fn remove_manifest(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(cause) if cause.kind() != ErrorKind::NotFound => {
+            Err(Error::io(format_args!("remove {}", path.display()), cause))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -18,6 +18,7 @@ use crate::namespace::shown;
 use crate::seal::no_sample;
 use crate::segments::{Fetch, Segments};
 use crate::types::Identity;
+use crate::versions::VersionPin;
 
 #[derive(Debug)]
 pub struct SealedView {
@@ -25,11 +26,18 @@ pub struct SealedView {
     file: File,
     manifest: Manifest<Mmap>,
     segments: Arc<Segments>,
+    /// Keeps what the view names, also when its seal is deleted.
+    _version: VersionPin,
     read_bytes: metrics::Counter,
 }
 
 impl SealedView {
-    pub(crate) fn open(id: SealId, file: File, segments: Arc<Segments>) -> Result<SealedView> {
+    pub(crate) fn open(
+        id: SealId,
+        file: File,
+        segments: Arc<Segments>,
+        version: VersionPin,
+    ) -> Result<SealedView> {
         // SAFETY: the engine writes a manifest once, under another name, and never changes or shortens it; the
         // volume's folder belongs to the engine's user alone.
         let map = unsafe { Mmap::map(&file) }
@@ -43,6 +51,7 @@ impl SealedView {
             file,
             manifest,
             segments,
+            _version: version,
             read_bytes: metrics::counter!("headrace_read_bytes_total"),
         })
     }

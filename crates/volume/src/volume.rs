@@ -41,11 +41,13 @@ use crate::flush::Flusher;
 use crate::live::{LiveTable, load_inode};
 use crate::namespace::{NODE, Names, Stripes, erase};
 use crate::packs::must_commit;
+use crate::past::{INO_MAX, Pasts};
 use crate::room::Room;
 use crate::seal::OpenSeals;
 use crate::segments::Segments;
 use crate::tiers::{self, TierStatus, Tiers};
 use crate::types::{CreateOptions, Origin, Statfs, VolumeOptions};
+use crate::versions::{Cleaner, Pinned};
 
 const MARKER: &str = "HEADRACE";
 /// The marker's name until the creation is complete.
@@ -95,6 +97,8 @@ pub struct Volume {
     pub(crate) names: Arc<Names>,
     pub(crate) flusher: Arc<Flusher>,
     pub(crate) collector: Arc<Collector>,
+    pub(crate) cleaner: Arc<Cleaner>,
+    pub(crate) pasts: Pasts,
     pub(crate) stripes: Stripes,
     pub(crate) renames: Mutex<()>,
     pub(crate) changes: Changes,
@@ -247,7 +251,10 @@ impl Volume {
         if let Some(tiers) = &tiers {
             tiers.remote.adopt()?;
         }
-        let collector = Arc::new(Collector::new(Arc::clone(&store), Arc::clone(&segments)));
+        let pinned = Arc::new(Pinned::default());
+        let collector =
+            Arc::new(Collector::new(Arc::clone(&store), Arc::clone(&segments), Arc::clone(&pinned)));
+        let cleaner = Arc::new(Cleaner::new(Arc::clone(&store), Arc::clone(&collector), pinned)?);
         let room = Arc::new(Room::new(Arc::clone(&flash), segments.remote.clone())?);
         let uploads = tiers.as_ref().map(|tiers| Arc::clone(&tiers.remote.uploads));
         let flusher = Arc::new(Flusher::new(
@@ -284,6 +291,8 @@ impl Volume {
             names,
             flusher,
             collector,
+            cleaner,
+            pasts: Pasts::default(),
             stripes: Stripes::default(),
             renames: Mutex::new(()),
             changes: Changes::default(),
@@ -306,7 +315,10 @@ impl Volume {
         if let Some(tiers) = &volume.tiers {
             threads.extend(tiers.start(&volume.store, &volume.flusher)?);
         }
+        let cleaner = Arc::clone(&volume.cleaner);
+        threads.push(thread::spawn("cleaner", move || cleaner.run())?);
         drop(threads);
+        volume.remove_stray_manifests()?;
         Ok(volume)
     }
 
@@ -316,6 +328,7 @@ impl Volume {
         if self.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
+        self.cleaner.stop();
         self.collector.stop();
         self.flusher.stop();
         if self.tiers.is_some() {
@@ -463,6 +476,9 @@ impl Volume {
                 .get(&key::next_inode(), At::Latest)?
                 .ok_or_else(|| Error::corrupt("the metadata lacks its next inode number"))?;
             let next = decode_number(&value)?;
+            if next + INO_BLOCK > INO_MAX {
+                return Err(Error::errno(errno::ENOSPC, "the volume has given out all its inode numbers"));
+            }
             self.commit(Commit {
                 preconditions: vec![Precondition::Equals(key::next_inode(), value)],
                 writes: vec![Write::Put(key::next_inode(), encode_number(next + INO_BLOCK))],
@@ -717,7 +733,7 @@ fn recover(store: &dyn MetaStore, segments: &Segments, said: &mut Vec<String>) -
     Ok(died > 0 || unfinished)
 }
 
-/// How far each segment is named by committed extents, in the present and in every sealed version. Reads all
+/// How far each segment is named by committed extents, in the present and in every readable version. Reads all
 /// inodes: about a second for a million, after a crash only.
 pub fn named_ends(store: &dyn MetaStore) -> Result<HashMap<SegmentId, u64>> {
     let mut ends: HashMap<SegmentId, u64> = HashMap::new();

@@ -7,12 +7,17 @@ use headrace_meta::{At, Commit, Precondition, Write};
 
 use crate::live::no_inode;
 use crate::namespace::{inode_exists, shown};
+use crate::past::is_live;
 use crate::types::{Change, Origin, XATTR_NAME_BYTES_MAX, XATTR_VALUE_BYTES_MAX};
 use crate::volume::Volume;
 
 impl Volume {
     pub fn getxattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
-        self.store.get(&key::xattr(ino, name), At::Latest)?.ok_or_else(|| no_attribute(name))
+        let value = match is_live(ino) {
+            true => self.store.get(&key::xattr(ino, name), At::Latest)?,
+            false => self.getxattr_past(&self.place(ino)?, name)?,
+        };
+        value.ok_or_else(|| no_attribute(name))
     }
 
     /// `create` fails with EEXIST if the attribute is there, `replace` with ENODATA if it is not.
@@ -37,6 +42,7 @@ impl Volume {
                 format!("an attribute's value has at most {XATTR_VALUE_BYTES_MAX} bytes"),
             ));
         }
+        self.check_live(ino)?;
         let key = key::xattr(ino, name);
         let there = self.store.get(&key, At::Latest)?.is_some();
         if create && there {
@@ -49,6 +55,9 @@ impl Volume {
     }
 
     pub fn listxattr(&self, ino: Ino) -> Result<Vec<Vec<u8>>> {
+        if !is_live(ino) {
+            return self.listxattr_past(&self.place(ino)?);
+        }
         if !inode_exists(&*self.store, ino)? {
             return Err(no_inode(ino));
         }
@@ -58,6 +67,7 @@ impl Volume {
     }
 
     pub fn removexattr(&self, origin: Origin, ino: Ino, name: &[u8]) -> Result<()> {
+        self.check_live(ino)?;
         let key = key::xattr(ino, name);
         if self.store.get(&key, At::Latest)?.is_none() {
             return Err(no_attribute(name));
@@ -66,6 +76,7 @@ impl Volume {
     }
 
     fn change_attribute(&self, origin: Origin, ino: Ino, write: Write) -> Result<()> {
+        let _tree = self.stripes.share();
         let pin = self.live.pin(&*self.store, ino)?;
         let mut state = pin.lock();
         if state.removed {

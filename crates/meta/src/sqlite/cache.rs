@@ -76,6 +76,12 @@ impl Cache {
     pub fn remove(&self, key: &[u8]) {
         lock(self.shard(key)).remove(key);
     }
+
+    pub fn clear(&self) {
+        for shard in &self.shards {
+            *lock(shard) = Shard::default();
+        }
+    }
 }
 
 impl Shard {
@@ -136,6 +142,10 @@ mod tests {
         assert_eq!(cache.get(b"a"), Some(Some(b"22".to_vec())));
         cache.remove(b"a");
         assert_eq!(cache.get(b"a"), None);
+        cache.clear();
+        assert_eq!(cache.get(b"b"), None);
+        cache.put(b"b", Some(b"3"));
+        assert_eq!(cache.get(b"b"), Some(Some(b"3".to_vec())));
     }
 
     #[test]

@@ -112,7 +112,7 @@ impl Shared {
         Ok(())
     }
 
-    fn usable(&self, committer: &Committer) -> Result<()> {
+    pub fn usable(&self, committer: &Committer) -> Result<()> {
         if committer.closed {
             return Err(Error::errno(
                 errno::EBADF,
@@ -148,7 +148,7 @@ impl Shared {
         }
     }
 
-    fn check(&self, preconditions: &[Precondition], reader: &Reader) -> Result<(), CommitError> {
+    pub fn check(&self, preconditions: &[Precondition], reader: &Reader) -> Result<(), CommitError> {
         for precondition in preconditions {
             match precondition {
                 Precondition::Present(key) => {
@@ -184,7 +184,7 @@ impl Shared {
     }
 
     /// For each DeletePrefix the keys that it deletes, as they are before the commit.
-    fn covered(&self, writes: &[Write], reader: &Reader) -> Result<Vec<Vec<Key>>> {
+    pub fn covered(&self, writes: &[Write], reader: &Reader) -> Result<Vec<Vec<Key>>> {
         let mut covered = Vec::new();
         for write in writes {
             if let Write::DeletePrefix(prefix) = write {
@@ -195,7 +195,7 @@ impl Shared {
         Ok(covered)
     }
 
-    fn touches_session(&self, writes: &[Write]) -> bool {
+    pub fn touches_session(&self, writes: &[Write]) -> bool {
         writes.iter().any(|write| match write {
             Write::Put(key, _) | Write::Delete(key) => *key == self.session_key,
             Write::DeletePrefix(prefix) => self.session_key.starts_with(prefix),
@@ -213,7 +213,7 @@ impl Shared {
     }
 }
 
-fn check_writes(writes: &[Write]) -> Result<()> {
+pub fn check_writes(writes: &[Write]) -> Result<()> {
     for write in writes {
         match write {
             Write::Put(key, _) | Write::Delete(key) => {

@@ -24,7 +24,8 @@ use rusqlite::{Connection, OptionalExtension, Transaction, TransactionBehavior};
 
 use super::overlay::Layer;
 use super::schema::{PAGE_BYTES, explain, protect, verify};
-use super::{Shared, lock, read, write};
+use super::{Shared, lock, read, versions, write};
+use crate::store::{Cleaned, Kept};
 
 /// How long a commit that nobody waits for may stay in memory. Half of what the store promises; the rest is
 /// for the writing itself.
@@ -55,6 +56,8 @@ pub struct Writer {
     session_key: Key,
     /// The session's last op-id before its first commit here.
     op_base: u64,
+    /// Ended versions that must stay readable, ascending. None: all.
+    kept: Option<Vec<Version>>,
 }
 
 impl Writer {
@@ -81,34 +84,96 @@ impl Writer {
         }
         put(&transaction, path, &session_key, 0, &record.encode(), &mut Vec::new())?;
         transaction.commit().map_err(|cause| explain(path, "register the session", cause))?;
-        Ok(Writer { connection, path: path.to_owned(), session: id, session_key, op_base: record.last_op.0 })
+        Ok(Writer {
+            connection,
+            path: path.to_owned(),
+            session: id,
+            session_key,
+            op_base: record.last_op.0,
+            kept: None,
+        })
     }
 
     /// Writes the layer in a transaction, which is left to commit. Refused (ESTALE) if the session is not alive.
     pub fn write(&mut self, layer: &Layer, version: Version) -> Result<Transaction<'_>> {
-        let path = &self.path;
-        let transaction = begin(&mut self.connection, path)?;
-        let Some(mut record) = alive(&transaction, path, &self.session_key)? else {
+        let newest_kept = self.newest_kept(version);
+        let mut rows =
+            Rows { path: &self.path, version: sql_version(version)?, newest_kept, scratch: Vec::new() };
+        let transaction = begin(&mut self.connection, &self.path)?;
+        let Some(record) = alive(&transaction, &self.path, &self.session_key)? else {
             return Err(stale(self.session));
         };
-        let mut scratch = Vec::new();
-        for (key, value) in layer.rows() {
-            let row_version = if key::is_versioned(key) { sql_version(version)? } else { 0 };
-            match value {
-                Some(value) => put(&transaction, path, key, row_version, value, &mut scratch)?,
-                None => delete(&transaction, path, key, row_version)?,
-            }
-        }
-        // The layer itself may have changed or ended the session; that stays as it was committed.
-        if let Some(own) = layer.find(&self.session_key) {
-            match own.map(Session::decode) {
-                Some(Ok(own)) => record = own,
-                _ => return Ok(transaction),
-            }
-        }
-        record.last_op = OpId(self.op_base + layer.last);
-        put(&transaction, path, &self.session_key, 0, &record.encode(), &mut scratch)?;
+        rows.write_layer(&transaction, layer, (&self.session_key, record, self.op_base))?;
         Ok(transaction)
+    }
+
+    /// As `write`, but first every versioned key gets the value that it had at version `past`.
+    pub fn write_restored(
+        &mut self,
+        past: Version,
+        layer: &Layer,
+        version: Version,
+    ) -> Result<Transaction<'_>> {
+        if past >= version || self.kept.as_ref().is_some_and(|kept| !kept.contains(&past)) {
+            return Err(Error::invalid(format!("version {} cannot be restored: it is not kept", past.0)));
+        }
+        let newest_kept = self.newest_kept(version);
+        let mut rows =
+            Rows { path: &self.path, version: sql_version(version)?, newest_kept, scratch: Vec::new() };
+        let transaction = begin(&mut self.connection, &self.path)?;
+        let Some(record) = alive(&transaction, &self.path, &self.session_key)? else {
+            return Err(stale(self.session));
+        };
+        rows.restore(&transaction, sql_version(past)?)?;
+        rows.write_layer(&transaction, layer, (&self.session_key, record, self.op_base))?;
+        Ok(transaction)
+    }
+
+    /// A transaction that removes rows which only `gone` needed, left to commit.
+    pub fn clean(
+        &mut self,
+        gone: Version,
+        current: Version,
+        start: &[u8],
+        limit: usize,
+    ) -> Result<(Transaction<'_>, Cleaned)> {
+        let Some(kept) = self.kept.as_ref().filter(|kept| !kept.contains(&gone)) else {
+            return Err(Error::invalid(format!("version {} is kept: its rows cannot be removed", gone.0)));
+        };
+        let path = &self.path;
+        let transaction = begin(&mut self.connection, path)?;
+        if alive(&transaction, path, &self.session_key)?.is_none() {
+            return Err(stale(self.session));
+        }
+        let cleaned = versions::clean(&transaction, path, (gone, kept, current), start, limit)?;
+        Ok((transaction, cleaned))
+    }
+
+    pub fn keep(&mut self, kept: &Kept, current: Version) {
+        let mut versions = kept.versions.clone();
+        match &self.kept {
+            Some(known) => versions.extend(known.iter().filter(|known| **known >= kept.since)),
+            None => versions.extend((kept.since.0..current.0).map(Version)),
+        }
+        versions.sort_unstable();
+        versions.dedup();
+        self.kept = Some(versions);
+    }
+
+    /// A version that has just ended.
+    fn add_kept(&mut self, version: Version) {
+        if let Some(kept) = &mut self.kept {
+            kept.push(version);
+        }
+    }
+
+    /// Nobody reads what was written between it and `current`, both excluded, and overwritten since.
+    fn newest_kept(&self, current: Version) -> i64 {
+        let newest = match &self.kept {
+            Some(kept) => kept.last().map_or(0, |newest| newest.0),
+            None => current.0.saturating_sub(1),
+        };
+        i64::try_from(newest).unwrap_or(i64::MAX)
     }
 
     /// Marks the session as ended, durably, and empties the log.
@@ -129,7 +194,7 @@ impl Writer {
         Ok(())
     }
 
-    fn log_is_long(&self) -> bool {
+    pub fn log_is_long(&self) -> bool {
         // An error here is for the checkpoint to tell: the commit is durable.
         checkpoint(&self.connection, &self.path, "NOOP")
             .is_ok_and(|log| log.bytes_pending() >= CHECKPOINT_BYTES)
@@ -191,11 +256,91 @@ fn put(
     scratch: &mut Vec<u8>,
 ) -> Result<()> {
     protect(scratch, key, value);
+    put_stored(transaction, path, key, version, &scratch[key.len()..])
+}
+
+/// Not REPLACE: that would write the row's entry in the index again.
+fn put_stored(
+    transaction: &Transaction<'_>,
+    path: &Path,
+    key: &[u8],
+    version: i64,
+    stored: &[u8],
+) -> Result<()> {
     transaction
-        .prepare_cached("REPLACE INTO kv VALUES(?1, ?2, ?3)")
-        .and_then(|mut statement| statement.execute((key, version, &scratch[key.len()..])))
+        .prepare_cached(
+            "INSERT INTO kv VALUES(?1, ?2, ?3) ON CONFLICT(key, version) DO UPDATE SET value=excluded.value",
+        )
+        .and_then(|mut statement| statement.execute((key, version, stored)))
         .map_err(|cause| explain(path, "write", cause))?;
     Ok(())
+}
+
+/// How rows of the current version are written.
+pub struct Rows<'a> {
+    pub path: &'a Path,
+    version: i64,
+    newest_kept: i64,
+    scratch: Vec<u8>,
+}
+
+impl Rows<'_> {
+    /// With the session's key, its record, and its last op-id before its first commit here.
+    fn write_layer(
+        &mut self,
+        transaction: &Transaction<'_>,
+        layer: &Layer,
+        (session_key, mut session, op_base): (&[u8], Session, u64),
+    ) -> Result<()> {
+        for (key, value) in layer.rows() {
+            match value {
+                _ if key::is_versioned(key) => self.set(transaction, key, value)?,
+                Some(value) => put(transaction, self.path, key, 0, value, &mut self.scratch)?,
+                None => delete(transaction, self.path, key, 0)?,
+            }
+        }
+        // The layer itself may have changed or ended the session; that stays as it was committed.
+        if let Some(own) = layer.find(session_key) {
+            match own.map(Session::decode) {
+                Some(Ok(own)) => session = own,
+                _ => return Ok(()),
+            }
+        }
+        session.last_op = OpId(op_base + layer.last);
+        put(transaction, self.path, session_key, 0, &session.encode(), &mut self.scratch)
+    }
+
+    fn set(&mut self, transaction: &Transaction<'_>, key: &[u8], value: Option<&[u8]>) -> Result<()> {
+        match value {
+            Some(value) => {
+                protect(&mut self.scratch, key, value);
+                let stored = std::mem::take(&mut self.scratch);
+                let written = self.set_stored(transaction, key, Some(&stored[key.len()..]));
+                self.scratch = stored;
+                written
+            }
+            None => self.set_stored(transaction, key, None),
+        }
+    }
+
+    /// Gives a versioned key its newest value, as stored. What nobody can read after that goes at once: writes
+    /// leave nothing to clean.
+    pub fn set_stored(&self, transaction: &Transaction<'_>, key: &[u8], stored: Option<&[u8]>) -> Result<()> {
+        if self.newest_kept + 1 < self.version {
+            transaction
+                .prepare_cached("DELETE FROM kv WHERE key=?1 AND version>?2 AND version<?3")
+                .and_then(|mut statement| statement.execute((key, self.newest_kept, self.version)))
+                .map_err(|cause| explain(self.path, "replace", cause))?;
+        }
+        match stored {
+            Some(stored) => put_stored(transaction, self.path, key, self.version, stored),
+            None => delete(transaction, self.path, key, self.version),
+        }
+    }
+
+    pub fn version(&self) -> i64 {
+        self.version
+    }
 }
 
 fn delete(transaction: &Transaction<'_>, path: &Path, key: &[u8], version: i64) -> Result<()> {
@@ -211,7 +356,7 @@ fn delete(transaction: &Transaction<'_>, path: &Path, key: &[u8], version: i64) 
             .map_err(|cause| explain(path, "read before deleting", cause))?
             .unwrap_or(false);
     let sql = if hides {
-        "REPLACE INTO kv VALUES(?1, ?2, NULL)"
+        "INSERT INTO kv VALUES(?1, ?2, NULL) ON CONFLICT(key, version) DO UPDATE SET value=NULL"
     } else {
         "DELETE FROM kv WHERE key=?1 AND version=?2"
     };
@@ -383,10 +528,15 @@ impl Shared {
         overlay.committed = layer.last;
         self.fill_cache(layer, writer.session_key());
         drop(overlay);
+        writer.add_kept(version);
         drop(writer);
-        let mut group = lock(&self.group);
-        group.durable = group.durable.max(layer.last);
+        self.set_durable(layer.last);
         Ok(version)
+    }
+
+    pub fn set_durable(&self, sequence: u64) {
+        let mut group = lock(&self.group);
+        group.durable = group.durable.max(sequence);
     }
 
     /// Wakes the flusher: to look when the next flush is due, or (`at_once`) to flush now.

@@ -49,6 +49,10 @@ impl Reader {
         explain(&self.path, "read", cause)
     }
 
+    pub fn connection(&self) -> &Connection {
+        &self.connection
+    }
+
     pub fn prepare(&self, sql: &str) -> Result<CachedStatement<'_>> {
         self.connection.prepare_cached(sql).map_err(|cause| self.explain(cause))
     }
@@ -223,6 +227,11 @@ impl Shared {
             }
         }
         missing
+    }
+
+    /// Does something with a reader of the pool.
+    pub fn with_reader<T>(&self, body: impl FnOnce(&Reader) -> Result<T>) -> Result<T> {
+        body(self.readers.take()?.reader()?)
     }
 
     pub fn scan(&self, start: &[u8], end: &[u8], limit: usize, at: At) -> Result<Vec<(Key, Value)>> {

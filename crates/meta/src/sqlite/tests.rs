@@ -78,6 +78,13 @@ impl World for Sqlite {
     fn mend_disk(&mut self) {
         self.pragma("query_only", 0);
     }
+
+    fn versioned_rows(&self) -> Option<usize> {
+        let other = schema::connect(&self.path(), Role::Reader).unwrap();
+        let sql = "SELECT count(*) FROM kv WHERE key>=X'61' AND key<X'7B'";
+        let rows: i64 = other.query_row(sql, (), |row| row.get(0)).unwrap();
+        usize::try_from(rows).ok()
+    }
 }
 
 macro_rules! rules {
@@ -114,6 +121,11 @@ proptest! {
     #[test]
     fn agrees_with_a_map(steps in suite::model::steps()) {
         suite::model::agrees_with_a_map(&mut Sqlite::new(), &steps);
+    }
+
+    #[test]
+    fn kept_versions_stay_and_others_leave_nothing(steps in suite::cleaning::steps()) {
+        suite::cleaning::kept_versions_stay_and_others_leave_nothing(&mut Sqlite::new(), &steps);
     }
 }
 

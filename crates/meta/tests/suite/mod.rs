@@ -1,7 +1,8 @@
 //! What every MetaStore promises, as tests against `dyn MetaStore`. A `World` says how to get stores of one
 //! kind; `rules` are the promises one by one, `races` all interleavings of file-system steps, `model` random
-//! operations beside a map.
+//! operations beside a map, `cleaning` the same of versions that come and go.
 
+pub mod cleaning;
 mod given;
 pub mod model;
 pub mod races;
@@ -31,6 +32,11 @@ pub trait World: Debug {
     }
 
     fn mend_disk(&mut self) {}
+
+    /// How many rows of versioned keys are stored. None: this world cannot tell.
+    fn versioned_rows(&self) -> Option<usize> {
+        None
+    }
 }
 
 pub fn conflict_of<T: Debug>(

@@ -172,6 +172,10 @@ impl MetaStore for SqliteStore {
         self.shared.written(after, through, start, end, limit)
     }
 
+    fn stored_versions(&self, key: &[u8]) -> Result<Vec<Version>> {
+        self.shared.stored_versions(key)
+    }
+
     fn restore(&self, version: Version, commit: Commit) -> Result<Sequence, CommitError> {
         self.shared.restore(version, commit)
     }

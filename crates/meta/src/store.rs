@@ -131,6 +131,10 @@ pub trait MetaStore: Send + Sync + Debug {
         limit: usize,
     ) -> Result<Vec<Key>, Error>;
 
+    /// The versions at which a value of this key is stored, ascending; of what is not stored yet (`sync`) none.
+    /// Two ended versions with no such version between them, the later one included, have the same value.
+    fn stored_versions(&self, key: &[u8]) -> Result<Vec<Version>, Error>;
+
     /// The newest value of every versioned key becomes what it was at `version`, which must be kept; then the
     /// commit's writes are applied. All of it at once, durable when it returns; costs what was written since.
     /// Other commits wait.

@@ -7,13 +7,13 @@
 //! showed at its end, and one from which the present was restored was readable before.
 //! A reader that had copied extents of a removed segment finds it gone and looks again (`file`).
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use headrace_base::{Error, Ino, Kind, Result, SegmentId, crash};
-use headrace_format::record::{Extent, Place, SegmentKind};
+use headrace_base::{Error, Ino, Kind, Result, SegmentId, Version, crash};
+use headrace_format::record::{Content, Extent, Place, SegmentKind};
 use headrace_format::{BLOCK, key};
 use headrace_meta::{At, MetaStore};
 
@@ -207,9 +207,10 @@ impl Collector {
         self.open.lock().unwrap_or_else(PoisonError::into_inner).insert(segment, kind);
     }
 
-    fn readable(&self) -> Result<Vec<At>> {
-        let mut versions = readable_versions(&*self.store)?;
-        versions.extend(self.pinned.versions().into_iter().map(At::Version));
+    /// Ended versions that are kept, or read at this moment.
+    fn readable(&self) -> Result<Vec<Version>> {
+        let mut versions = recorded_versions(&*self.store)?;
+        versions.extend(self.pinned.versions());
         Ok(versions)
     }
 
@@ -232,20 +233,24 @@ impl Collector {
                 Err(error) => return Err(error),
             }
         }
-        let mut versions: Vec<At> = before;
-        versions.extend(self.readable()?);
-        versions.retain(|at| *at != At::Latest);
-        versions.sort_unstable_by_key(|at| match at {
-            At::Latest => u64::MAX,
-            At::Version(version) => version.0,
-        });
-        versions.dedup();
-        for at in versions {
-            for ino in &inodes {
-                if let Some(inode) = load_inode(&*self.store, *ino, at)?
-                    && names(&load_extents(&*self.store, *ino, &inode, at)?)
-                {
+        let versions: BTreeSet<Version> = before.into_iter().chain(self.readable()?).collect();
+        for ino in &inodes {
+            // Extents in the inode's row: versions that see the same row see the same extents.
+            let mut seen = None;
+            let stored = self.store.stored_versions(&key::inode(*ino))?;
+            for version in &versions {
+                let row = stored.iter().rev().find(|stored| *stored <= version);
+                if row.is_none() || row == seen {
+                    continue;
+                }
+                let at = At::Version(*version);
+                let Some(inode) = load_inode(&*self.store, *ino, at)? else { continue };
+                if names(&load_extents(&*self.store, *ino, &inode, at)?) {
                     return Ok(true);
+                }
+                // Those in rows of their own may differ under one row of the inode, after a restore.
+                if inode.content != Content::Regions {
+                    seen = row;
                 }
             }
         }
@@ -260,13 +265,6 @@ impl Collector {
     fn lock(&self) -> MutexGuard<'_, Suspects> {
         self.suspects.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// The present, and every version that a record keeps.
-pub fn readable_versions(store: &dyn MetaStore) -> Result<Vec<At>> {
-    let mut versions = vec![At::Latest];
-    versions.extend(recorded_versions(store)?.into_iter().map(At::Version));
-    Ok(versions)
 }
 
 pub fn segment_of(place: &Place) -> Option<SegmentId> {

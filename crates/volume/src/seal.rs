@@ -54,6 +54,8 @@ impl Volume {
         // A manifest is passed to whoever may list the tree: no file's bytes may stand in it. So nothing may ride
         // in the metadata store when the version ends, and nothing new until then.
         let no_inline = self.flusher.hold_inline();
+        // The flusher may be about to move some: it ends first.
+        let no_moves = self.flusher.hold_background();
         self.flusher.flush_all()?;
         self.flusher.move_inline(self.flusher.take_inline())?;
         let id = SealId::generate();
@@ -73,7 +75,7 @@ impl Volume {
             Err(CommitError::Failed(error)) => return Err(error),
             Err(CommitError::Conflict(_)) => return Err(Error::internal("two seals have one id")),
         };
-        drop(no_inline);
+        drop((no_moves, no_inline));
         let _pin = self.cleaner.pinned.pin(version);
         let seal = Seal { version, ..seal };
         crash::point("after-seal");

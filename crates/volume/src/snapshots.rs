@@ -111,7 +111,9 @@ impl Volume {
     /// The live tree becomes what the snapshot holds: see the head of this module. Returns when the mounts have
     /// forgotten what was. Rights are the caller's to check.
     pub fn snapshot_restore(&self, name: &[u8]) -> Result<Restored> {
-        let past = self.snapshot_record(name)?.version;
+        let record = self.snapshot_record(name)?;
+        let past = record.version;
+        let _pin = self.cleaner.pinned.pin(past);
         // A kernel tells of a close after close(2) has returned: not every file that looks open is.
         let deadline = time::monotonic_now() + CLOSE_PATIENCE;
         while self.check_nothing_is_written().and_then(|()| self.check_closed_since(past)).is_err()
@@ -122,7 +124,6 @@ impl Volume {
         let (before, kept) = {
             let _no_changes = self.stripes.lock_all();
             let _no_moves = self.flusher.hold_background();
-            let past = self.snapshot_record(name)?.version;
             self.check_nothing_is_written()?;
             self.flusher.flush_all()?;
             for pin in self.live.all() {
@@ -132,8 +133,10 @@ impl Volume {
             let (before, kept) = self.keep_present()?;
             crash::point("restore-begun");
             let (erased, inline) = self.look_back(past, kept.version)?;
-            let commit =
-                Commit { preconditions: vec![Precondition::Present(key::snapshot(name))], writes: erased };
+            let commit = Commit {
+                preconditions: vec![Precondition::Equals(key::snapshot(name), record.encode())],
+                writes: erased,
+            };
             match self.store.restore(past, commit) {
                 Ok(_) => {}
                 Err(CommitError::Failed(error)) => return Err(error),

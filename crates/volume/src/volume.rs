@@ -36,7 +36,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::announce::Announcements;
 use crate::changes::{Changes, Subscription};
-use crate::collect::{Collector, readable_versions};
+use crate::collect::Collector;
 use crate::flush::Flusher;
 use crate::live::{LiveTable, load_inode};
 use crate::namespace::{NODE, Names, Stripes, erase};
@@ -47,7 +47,7 @@ use crate::seal::OpenSeals;
 use crate::segments::Segments;
 use crate::tiers::{self, TierStatus, Tiers};
 use crate::types::{CreateOptions, Origin, Statfs, VolumeOptions};
-use crate::versions::{Cleaner, Pinned};
+use crate::versions::{Cleaner, Pinned, recorded_versions};
 
 const MARKER: &str = "HEADRACE";
 /// The marker's name until the creation is complete.
@@ -745,24 +745,44 @@ pub fn named_ends(store: &dyn MetaStore) -> Result<HashMap<SegmentId, u64>> {
             }
         }
     };
-    for at in readable_versions(store)? {
+    let mut note_row = |key: &[u8], value: &[u8]| -> Result<()> {
+        if key.starts_with(b"x") {
+            note(&decode_extents(value)?);
+        } else if let Content::Extents(extents) = Inode::decode(value)?.content {
+            note(&extents);
+        }
+        Ok(())
+    };
+    // The oldest version whole, of each later one what was written since the one before.
+    let mut before = None;
+    let versions = recorded_versions(store)?.into_iter().map(At::Version).chain([At::Latest]);
+    for at in versions {
         for prefix in [b"i", b"x"] {
             let end = key::end_of(prefix);
             let mut start = prefix.to_vec();
             loop {
-                let rows = store.scan(&start, &end, SCAN_ROWS, at)?;
-                for (key, value) in &rows {
-                    if key.starts_with(b"x") {
-                        note(&decode_extents(value)?);
-                    } else if let Content::Extents(extents) = Inode::decode(value)?.content {
-                        note(&extents);
+                let (last, count) = match before {
+                    None => {
+                        let rows = store.scan(&start, &end, SCAN_ROWS, at)?;
+                        rows.iter().try_for_each(|(key, value)| note_row(key, value))?;
+                        (rows.last().map(|(key, _)| key.clone()), rows.len())
                     }
-                }
-                match rows.last() {
-                    Some((last, _)) if rows.len() == SCAN_ROWS => start = [last.as_slice(), &[0]].concat(),
+                    Some(before) => {
+                        let keys = store.written(before, at, &start, &end, SCAN_ROWS)?;
+                        for (key, value) in keys.iter().zip(store.get_many(&keys, at)?) {
+                            value.map_or(Ok(()), |value| note_row(key, &value))?;
+                        }
+                        (keys.last().cloned(), keys.len())
+                    }
+                };
+                match last {
+                    Some(last) if count == SCAN_ROWS => start = [last.as_slice(), &[0]].concat(),
                     _ => break,
                 }
             }
+        }
+        if let At::Version(version) = at {
+            before = Some(version);
         }
     }
     Ok(ends)

@@ -42,7 +42,7 @@ def list_place(volume: Volume, path: bytes, long: bool, as_json: bool) -> None:
                 _user(attr.uid),
                 _group(attr.gid),
                 str(attr.size),
-                _time(attr.mtime_ns, "minutes"),
+                format_moment(attr.mtime_ns, "minutes"),
                 shown(name) + (f" -> {shown(target)}" if target is not None else ""),
             ]
             for name, attr, target in rows
@@ -109,9 +109,9 @@ def stat_place(volume: Volume, path: bytes, as_json: bool) -> None:
         ["owner", f"{_user(attr.uid)} ({attr.uid}), group {_group(attr.gid)} ({attr.gid})"],
         ["links", str(attr.nlink)],
         ["inode", str(attr.ino)],
-        ["modified", _time(attr.mtime_ns, "auto")],
-        ["changed", _time(attr.ctime_ns, "auto")],
-        ["accessed", _time(attr.atime_ns, "auto")],
+        ["modified", format_moment(attr.mtime_ns, "auto")],
+        ["changed", format_moment(attr.ctime_ns, "auto")],
+        ["accessed", format_moment(attr.atime_ns, "auto")],
     ]
     if attr.kind in (Kind.CHAR_DEVICE, Kind.BLOCK_DEVICE):
         rows.append(["device", str(attr.rdev)])
@@ -174,7 +174,7 @@ def list_seals(volume: Volume, as_json: bool) -> None:
             shown(seal.path),
             format_count(seal.samples),
             format_bytes(seal.sample_bytes),
-            _time(seal.created_ns, "minutes"),
+            format_moment(seal.created_ns, "minutes"),
         ]
         for seal in seals
     ]
@@ -199,7 +199,7 @@ def _group(gid: int) -> str:
         return str(gid)
 
 
-def _time(nanoseconds: int, precision: str) -> str:
+def format_moment(nanoseconds: int, precision: str) -> str:
     """Local time; a time that no calendar here can show, as seconds."""
     seconds, rest = divmod(nanoseconds, 1_000_000_000)
     try:

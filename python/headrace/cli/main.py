@@ -446,6 +446,124 @@ def seals(volume: str, as_json: bool) -> None:
         list_seals(opened, as_json)
 
 
+@cli.command("seal-delete")
+@click.argument("volume", type=VOLUME)
+@click.argument("seal")
+@json_option
+def seal_delete(volume: str, seal: str, as_json: bool) -> None:
+    """Delete a sealed view of VOLUME. Who has it open reads on; what only it held is given back.
+
+    \b
+    Example:
+      headrace seal-delete ./vol 01K6QZ4V8Y0000000000000042
+    """
+    with open_volume(volume) as opened:
+        opened.delete_seal(seal)
+    if as_json:
+        print_json({"seal": seal})
+    else:
+        click.echo(f"deleted the sealed view {seal}")
+
+
+@cli.group()
+def snapshot() -> None:
+    """Keep states of a whole volume: make, list, compare, restore, delete.
+
+    A snapshot is made at once, costs what changes after it, and shows as the read-only folder
+    .snapshots/NAME.
+    """
+
+
+@snapshot.command("create")
+@click.argument("volume", type=VOLUME)
+@click.argument("name")
+@json_option
+def snapshot_create(volume: str, name: str, as_json: bool) -> None:
+    """Keep VOLUME as it is now under NAME.
+
+    \b
+    Example:
+      headrace snapshot create ./vol monday
+    """
+    from headrace.cli.snapshots import create
+
+    with open_volume(volume) as opened:
+        create(opened, os.fsencode(name), as_json)
+
+
+@snapshot.command("ls")
+@click.argument("volume", type=VOLUME)
+@json_option
+def snapshot_ls(volume: str, as_json: bool) -> None:
+    """List the snapshots of VOLUME.
+
+    \b
+    Example:
+      headrace snapshot ls ./vol
+    """
+    from headrace.cli.snapshots import list_snapshots
+
+    with open_volume(volume) as opened:
+        list_snapshots(opened, as_json)
+
+
+@snapshot.command("diff")
+@click.argument("volume", type=VOLUME)
+@click.argument("older")
+@click.argument("newer", required=False)
+@json_option
+def snapshot_diff(volume: str, older: str, newer: str | None, as_json: bool) -> None:
+    """Show what changed from the snapshot OLDER to NEWER, or to the present.
+
+    One path a line: + added, - removed, M changed, R renamed. --json prints one object a line.
+
+    \b
+    Example:
+      headrace snapshot diff ./vol monday
+    """
+    from headrace.cli.snapshots import diff
+
+    with open_volume(volume) as opened:
+        diff(opened, os.fsencode(older), None if newer is None else os.fsencode(newer), as_json)
+
+
+@snapshot.command("restore")
+@click.argument("volume", type=VOLUME)
+@click.argument("name")
+@json_option
+def snapshot_restore(volume: str, name: str, as_json: bool) -> None:
+    """Make VOLUME what it was at the snapshot NAME.
+
+    What it is now is kept as the snapshot before-restore-TIME. Refused while files are open for writing, or
+    files are open that would change.
+
+    \b
+    Example:
+      headrace snapshot restore ./vol monday
+    """
+    from headrace.cli.snapshots import restore
+
+    with open_volume(volume) as opened:
+        restore(opened, os.fsencode(name), as_json)
+
+
+@snapshot.command("delete")
+@click.argument("volume", type=VOLUME)
+@click.argument("name")
+@json_option
+def snapshot_delete(volume: str, name: str, as_json: bool) -> None:
+    """Delete the snapshot NAME. What only it held is given back in the background.
+
+    \b
+    Example:
+      headrace snapshot delete ./vol monday
+    """
+    from headrace.cli.snapshots import delete
+
+    with open_volume(volume) as opened:
+        delete(opened, os.fsencode(name), as_json)
+
+
 @cli.group()
 def bench() -> None:
     """Measure folders, mounts and the Loader.

@@ -21,7 +21,7 @@ from headrace.client.file import PIECE_BYTES, VolumeFile, open_file
 from headrace.client.wire import Buffer
 from headrace.errors import Full, HeadraceError, Invalid, IsADirectory, NotFound
 from headrace.model import message
-from headrace.model.message import Attr, Kind, PutDone, PutEntry, Sealed
+from headrace.model.message import Attr, Difference, Kind, PutDone, PutEntry, Restored, Sealed, Snapshot
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -423,6 +423,71 @@ class Volume:
         """All sealed views of the volume, oldest first."""
         listed: message.SealList = self.call(message.Seals(), message.SealList)
         return listed.seals
+
+    def delete_seal(self, seal: str) -> None:
+        """Nobody opens the sealed view any more; who has it open reads on. What only it held is given back.
+
+        Raises NotFound, Permission (root and the engine's own user may).
+        """
+        self.call(message.SealDelete(seal))
+
+    # Snapshots
+
+    def snapshot(self, name: str | bytes) -> Snapshot:
+        """Keeps the whole volume as it is now, as `/.snapshots/NAME`, read-only.
+
+        What was written before the call is in it; takes as long as writing what is dirty. Reading it follows
+        the mode bits in it; only root and the engine's own user make, compare, restore and delete snapshots.
+        Raises AlreadyExists, Permission.
+
+        >>> volume.write_bytes("/notes", b"first")
+        >>> volume.snapshot("monday").name
+        b'monday'
+        >>> volume.write_bytes("/notes", b"second")
+        >>> volume.read_bytes("/.snapshots/monday/notes")
+        b'first'
+        >>> [(one.change.value, one.path) for one in volume.snapshot_diff("monday")]
+        [('changed', b'/notes')]
+        """
+        made: Snapshot = self.call(message.SnapshotCreate(os.fsencode(name)), Snapshot)
+        return made
+
+    def snapshots(self) -> list[Snapshot]:
+        """All snapshots, in the order of their names."""
+        listed: message.SnapshotList = self.call(message.Snapshots(), message.SnapshotList)
+        return listed.snapshots
+
+    def snapshot_diff(self, older: str | bytes, newer: str | bytes | None = None) -> Iterator[Difference]:
+        """What changed between two snapshots, or between one and the present.
+
+        Costs what changed, and a request for every 1,500 names of it; the order is the engine's. A rename
+        shows once. Raises NotFound, Invalid (`newer` is older), Permission.
+        """
+        after: bytes | None = None
+        to = None if newer is None else os.fsencode(newer)
+        while True:
+            request = message.SnapshotDiff(os.fsencode(older), to, after, 0)
+            page: message.Differences = self.call(request, message.Differences)
+            yield from page.differences
+            if page.next is None:
+                return
+            after = page.next
+
+    def restore_snapshot(self, name: str | bytes) -> Restored:
+        """Makes the volume what it was at the snapshot; what it is now is kept as `before-restore-TIME`.
+
+        At once or not at all, at the cost of what changed since. Raises NotFound, Permission, Conflict (a
+        file is open for writing, or one is open that would change: the message names it).
+        """
+        restored: Restored = self.call(message.SnapshotRestore(os.fsencode(name)), Restored)
+        return restored
+
+    def delete_snapshot(self, name: str | bytes) -> None:
+        """Deletes a snapshot; what only it held is given back in the background.
+
+        Raises NotFound, Permission.
+        """
+        self.call(message.SnapshotDelete(os.fsencode(name)))
 
     # The whole volume
 

@@ -473,6 +473,77 @@ class SealList(msgspec.Struct, frozen=True):
     seals: list[Sealed]
 
 
+class SealDelete(Request):
+    seal: str
+
+
+class SnapshotCreate(Request):
+    name: bytes
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """A snapshot as the engine lists it: `.snapshots/NAME` in the volume."""
+
+    name: bytes
+    version: int
+    created_ns: int
+
+
+class Snapshots(Request):
+    pass
+
+
+class SnapshotList(msgspec.Struct, frozen=True):
+    """Answer to `Snapshots` (`Snapshots` in Rust)."""
+
+    snapshots: list[Snapshot]
+
+
+class SnapshotDiff(Request):
+    from_: bytes = msgspec.field(name="from")
+    to: bytes | None
+    after: bytes | None
+    limit: int
+
+
+class Change(enum.Enum):
+    """What happened to a path between two states of a volume."""
+
+    ADDED = "added"
+    REMOVED = "removed"
+    CHANGED = "changed"
+    RENAMED = "renamed"
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """One path that differs; `from_` is where it was before, if it was renamed."""
+
+    change: Change
+    kind: Kind
+    path: bytes
+    from_: bytes | None = msgspec.field(name="from", default=None)
+
+
+class Differences(msgspec.Struct, frozen=True):
+    differences: list[Difference]
+    next: bytes | None = None
+
+
+class SnapshotRestore(Request):
+    name: bytes
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """What a restore did: the snapshot of what was before, and how many rows of metadata were put back."""
+
+    before: bytes
+    changed: int
+
+
+class SnapshotDelete(Request):
+    name: bytes
+
+
 class BatchLayout(msgspec.Struct, frozen=True):
     """A batch in shared memory: `indices` u64 at 0; `offsets` u64, count + 1 of them, counted from
     `data_at`; data from `data_at`. Sample i is data[offsets[i]:offsets[i + 1]]."""

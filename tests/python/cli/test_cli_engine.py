@@ -339,6 +339,50 @@ def test_seals_are_listed(made: str, tree: Path) -> None:
     assert sealed["seal"] in run("seals", made).stdout
 
 
+def test_a_seal_is_deleted(made: str, tree: Path) -> None:
+    run_json("import", tree, f"{made}:/data")
+    sealed = run_json("seal", f"{made}:/data")
+    assert run_json("seal-delete", made, sealed["seal"]) == {"seal": sealed["seal"]}
+    assert run_json("seals", made) == {"seals": []}
+    assert_one_line(run("seal-delete", made, sealed["seal"]), 3, "there is no sealed view", sealed["seal"])
+
+
+def test_snapshots_by_command(made: str, tree: Path) -> None:
+    run_json("import", tree, f"{made}:/data")
+    before = run_json("du", f"{made}:/")
+    created = run_json("snapshot", "create", made, "monday")
+    assert created["name"] == "monday" and created["version"] >= 1
+    assert run_json("snapshot", "ls", made)["snapshots"] == [created]
+    assert "monday" in run("snapshot", "ls", made).stdout
+    assert_one_line(run("snapshot", "create", made, "monday"), 5, "there is a snapshot", "monday")
+    assert run("ls", f"{made}:/.snapshots").stdout == "monday\n"
+    assert run("ls", f"{made}:/.snapshots/monday").stdout == "data\n"
+    assert run_json("du", f"{made}:/.snapshots/monday") == {**before, "path": "/.snapshots/monday"}
+
+    with headrace.connect(made) as volume:
+        volume.write_bytes("/new", b"x")
+        volume.rename("/data", "/moved")
+        volume.write_bytes(b"/caf\xe9", b"x")
+    shown = run("snapshot", "diff", made, "monday")
+    assert shown.stdout.splitlines() == ["+ /caf\\xe9", "R /data -> /moved", "+ /new"]
+    lines = run("snapshot", "diff", made, "monday", "--json").stdout.splitlines()
+    assert [json.loads(line) for line in lines][1] == {
+        "change": "renamed",
+        "kind": "directory",
+        "path": "/moved",
+        "from": "/data",
+    }
+    assert_one_line(run("snapshot", "restore", made, "friday"), 3, "there is no snapshot", "friday")
+    restored = run_json("snapshot", "restore", made, "monday")
+    assert restored["before"].startswith("before-restore-") and restored["changed"] > 3
+    assert run_json("du", f"{made}:/") == before
+    assert run("snapshot", "diff", made, "monday").stdout == ""
+    assert run("snapshot", "diff", made, "monday", restored["before"]).stdout == shown.stdout
+    assert run_json("snapshot", "delete", made, restored["before"]) == {"name": restored["before"]}
+    assert "deleted the snapshot monday" in run("snapshot", "delete", made, "monday").stdout
+    assert run_json("snapshot", "ls", made) == {"snapshots": []}
+
+
 @needs_fuse
 def test_down_names_who_used_the_mount(made: str, mountpoint: str) -> None:
     user = subprocess.Popen(["sleep", "60"], cwd=mountpoint)

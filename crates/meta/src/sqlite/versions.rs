@@ -39,6 +39,7 @@ const NEXT_VERSION: &str =
     "SELECT version FROM kv INDEXED BY kv_written WHERE version>1 AND version>?1 ORDER BY version LIMIT 1";
 const WRITTEN_AT: &str = "SELECT key FROM kv INDEXED BY kv_written
     WHERE version>1 AND version=?1 AND key>=?2 AND key<?3 ORDER BY key LIMIT ?4";
+const VERSIONS_OF: &str = "SELECT version FROM kv WHERE key=?1 ORDER BY version";
 const ROWS_OF: &str = "SELECT version, value FROM kv WHERE key=?1 ORDER BY version";
 const REMOVE: &str = "DELETE FROM kv WHERE key=?1 AND version=?2";
 const STORED_AT: &str = "SELECT value FROM kv WHERE key=?1 AND version<=?2 ORDER BY version DESC LIMIT 1";
@@ -75,6 +76,15 @@ impl Shared {
         })?;
         keys.extend(stored);
         Ok(keys.into_iter().take(limit).collect())
+    }
+
+    pub fn stored_versions(&self, key: &[u8]) -> Result<Vec<Version>> {
+        self.with_reader(|reader| {
+            let explain = |cause| explain(&self.path, "read the versions of a key", cause);
+            let mut statement = reader.prepare(VERSIONS_OF)?;
+            let rows = statement.query_map((key,), |row| row.get::<_, i64>(0)).map_err(explain)?;
+            rows.map(|row| Ok(Version(row.map_err(explain)?.unsigned_abs()))).collect()
+        })
     }
 
     pub fn restore(&self, version: Version, commit: Commit) -> Result<Sequence, CommitError> {

@@ -14,13 +14,16 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from headrace.client import engine as engine_process
 from headrace.errors import NotFound
+from support.fault_proxy import FaultProxy
+from support.objects import Bucket, SeaweedFS, each_bucket, seaweedfs_missing
 from support.system import (
     CI,
     NOBODY,
@@ -188,6 +191,41 @@ def small_disk(scratch: Path) -> Iterator[Callable[..., Path]]:
     for folder in made:
         for point in mounts_under(str(folder)):
             detach(point)
+
+
+@pytest.fixture(scope="session")
+def object_server(request: pytest.FixtureRequest) -> Iterator[SeaweedFS]:
+    """A running SeaweedFS, the same for all tests; one that was killed or paused runs again for the next."""
+    why = seaweedfs_missing()
+    need(not why, why)
+    folder = Path(tempfile.mkdtemp(prefix="seaweedfs-", dir=request.config.stash[_SESSION]))
+    with SeaweedFS(folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _object_buckets(object_server: SeaweedFS) -> Iterator[Generator[Bucket, None, None]]:
+    with closing(each_bucket(object_server)) as buckets:
+        yield buckets
+
+
+@pytest.fixture
+def object_store(
+    object_server: SeaweedFS, _object_buckets: Generator[Bucket, None, None]
+) -> Iterator[Bucket]:
+    """A new bucket in the running server."""
+    yield next(_object_buckets)
+    # An engine that is stopped after this wants to upload.
+    object_server.ensure_running()
+
+
+@pytest.fixture
+def fault_proxy(object_store: Bucket) -> Iterator[FaultProxy]:
+    """A proxy before `object_store` that breaks nothing yet; `object_store.through(fault_proxy.access)` and
+    `fault_proxy.endpoint` go through it."""
+    with FaultProxy(object_store.access) as proxy:
+        yield proxy
+    assert not proxy.problems, "\n".join(proxy.problems)
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import headrace
 from headrace.client import engine
+from headrace.model.message import ObjectStatus
+from support.objects import Bucket
 from support.system import alive, detach, engines_under, kill_and_wait, mounts_under, wait_until
 
 
@@ -119,6 +121,53 @@ class VolumeUnderTest:
             return (self.folder / "engine.log").read_text(errors="replace")[-4000:]
         except OSError:
             return "(no log)"
+
+
+class ObjectVolumeUnderTest(VolumeUnderTest):
+    """A volume whose segments are durable in a bucket. Its engines get the bucket's credentials."""
+
+    def __init__(self, folder: Path, bucket: Bucket, prefix: str = "vol") -> None:
+        super().__init__(folder)
+        self.bucket = bucket
+        self.prefix = prefix
+
+    def create(self, *, flash_bytes_max: int | None = None) -> None:
+        with self.credentials():
+            engine.create(self.name, object=self.bucket.url(self.prefix), flash_bytes_max=flash_bytes_max)
+
+    def start(self, *, crash_at: str | None = None, system: bool = False, **options: int) -> engine.Ready:
+        with self.credentials():
+            return super().start(crash_at=crash_at, system=system, **options)
+
+    @contextmanager
+    def credentials(self) -> Iterator[None]:
+        """The environment of who may use the bucket, for programs started inside."""
+        with ExitStack() as stack:
+            for name, value in self.bucket.access.environment().items():
+                stack.enter_context(environment(name, value))
+            yield
+
+    def status(self) -> ObjectStatus:
+        with headrace.connect(self.name, start=False) as volume:
+            status = volume.status().object
+        assert status is not None
+        return status
+
+    def wait_until_clean(self, seconds: float = 30.0) -> None:
+        """Waits until nothing is on flash alone. What is in memory is not counted: sync first."""
+        wait_until(lambda: self.status().dirty_segments == 0, seconds, "the uploads")
+
+    def evict(self) -> None:
+        """Syncs, then leaves no byte of a segment on flash."""
+        with headrace.connect(self.name, start=False) as volume:
+            volume.sync()
+            volume.evict()
+        assert not self.segments(), self.segments()
+
+    def objects(self) -> dict[str, int]:
+        """Objects of segments that hold bytes of files, and their sizes."""
+        sizes = self.bucket.sizes(f"{self.prefix}/segments/")
+        return {key: size for key, size in sizes.items() if not key.endswith(".idx")}
 
 
 @contextmanager

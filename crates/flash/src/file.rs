@@ -6,10 +6,11 @@
 //! no entry covers; recovery cuts it off, no extent names it.
 
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
 
 use headrace_base::checksum::Crc32c;
 use headrace_base::error::errno;
-use headrace_base::{Error, Result, SegmentId, crash};
+use headrace_base::{Error, Result, SegmentId, crash, time};
 use headrace_format::CHUNK;
 use headrace_format::segment::{self, IndexEntry, Origin};
 
@@ -45,9 +46,15 @@ pub struct FileSegmentWriter {
     indexed_bytes: u64,
     /// A failed append may have left bytes behind the end.
     torn: bool,
+    opened: Instant,
 }
 
 impl FileSegmentWriter {
+    /// How long it has been open.
+    pub fn age(&self) -> Duration {
+        time::monotonic_now().duration_since(self.opened)
+    }
+
     pub(crate) fn create(
         flash: &Arc<Flash>,
         segment: SegmentId,
@@ -68,6 +75,7 @@ impl FileSegmentWriter {
             index_bytes: header.len() as u64,
             indexed_bytes: 0,
             torn: false,
+            opened: time::monotonic_now(),
         })
     }
 

@@ -51,8 +51,10 @@ pub struct Placed {
 pub struct SegmentFile {
     pub segment: SegmentId,
     pub kind: SegmentKind,
-    /// Length of the pack, or of a file segment's data.
+    /// Length of the pack, or of a file segment's data; of a part of one, what it takes on the disk.
     pub bytes: u64,
+    /// All of it is here.
+    pub whole: bool,
 }
 
 /// What recovery found in a segment whose writer never closed it.
@@ -72,16 +74,21 @@ pub(crate) enum Part {
     Pack,
     Data,
     Index,
+    /// Some bytes of a pack, of a file segment's data: see `part`.
+    PartialPack,
+    PartialData,
 }
 
 impl Part {
-    const ALL: [Part; 3] = [Part::Pack, Part::Data, Part::Index];
+    const ALL: [Part; 5] = [Part::Pack, Part::Data, Part::Index, Part::PartialPack, Part::PartialData];
 
     fn extension(self) -> &'static str {
         match self {
             Part::Pack => "pack",
             Part::Data => "file",
             Part::Index => "idx",
+            Part::PartialPack => "pack-part",
+            Part::PartialData => "file-part",
         }
     }
 }
@@ -151,9 +158,25 @@ impl Flash {
             drop(live);
             return self.read(segment, Part::Data, &Sums { start, covered, crcs: &crcs }, offset, out);
         }
+        let length = out.len() as u64;
+        self.with_sums(segment, offset, length, |sums| self.read(segment, Part::Data, sums, offset, out))
+    }
+
+    pub(crate) fn sums_bytes(&self, segment: SegmentId) -> Result<u64> {
+        Ok(self.index(segment)?.bytes)
+    }
+
+    /// Calls `read` with the checksums of `length` bytes at `offset` of a closed file segment.
+    pub(crate) fn with_sums<T>(
+        &self,
+        segment: SegmentId,
+        offset: u64,
+        length: u64,
+        read: impl FnOnce(&Sums<'_>) -> Result<T>,
+    ) -> Result<T> {
         let index = self.index(segment)?;
-        let (start, covered, crcs) = self.touched(segment, &index, offset, end)?;
-        self.read(segment, Part::Data, &Sums { start, covered, crcs }, offset, out)
+        let (start, covered, crcs) = self.touched(segment, &index, offset, offset.saturating_add(length))?;
+        read(&Sums { start, covered, crcs })
     }
 
     /// The sums of the chunks that [offset, end) touches: where they start, what they cover.
@@ -256,12 +279,33 @@ impl Flash {
         recovered
     }
 
+    /// An open descriptor of a whole closed segment's bytes, and how many there are: for copying it elsewhere.
+    pub fn whole(&self, segment: SegmentId, kind: SegmentKind) -> Result<(Arc<File>, u64)> {
+        let part = match kind {
+            SegmentKind::Pack => Part::Pack,
+            SegmentKind::File => Part::Data,
+        };
+        self.opened(segment, part)
+    }
+
+    /// The same of a file segment's index.
+    pub fn index_file(&self, segment: SegmentId) -> Result<(Arc<File>, u64)> {
+        self.opened(segment, Part::Index)
+    }
+
+    fn opened(&self, segment: SegmentId, part: Part) -> Result<(Arc<File>, u64)> {
+        let file = self.file(segment, part)?;
+        let metadata =
+            file.metadata().map_err(|cause| disk::io_error("look at", &self.path(segment, part), cause))?;
+        Ok((file, metadata.len()))
+    }
+
     /// Takes the segment's files away. It is no error if they are gone already (a removal that a crash cut
     /// short is repeated). Not durable by itself: what comes back after a crash is garbage that nobody names.
     pub fn remove(&self, segment: SegmentId, kind: SegmentKind) -> Result<()> {
         let parts: &[Part] = match kind {
-            SegmentKind::Pack => &[Part::Pack],
-            SegmentKind::File => &[Part::Data, Part::Index],
+            SegmentKind::Pack => &[Part::Pack, Part::PartialPack],
+            SegmentKind::File => &[Part::Data, Part::PartialData, Part::Index],
         };
         let mut removed = Ok(());
         for part in parts {
@@ -276,7 +320,7 @@ impl Flash {
         removed
     }
 
-    fn forget(&self, segment: SegmentId) {
+    pub(crate) fn forget(&self, segment: SegmentId) {
         for part in Part::ALL {
             self.files.remove(&(segment, part));
         }
@@ -300,16 +344,26 @@ impl Flash {
                     continue;
                 };
                 let bytes = match entry.metadata() {
+                    Ok(metadata) if matches!(part, Part::PartialPack | Part::PartialData) => {
+                        std::os::unix::fs::MetadataExt::blocks(&metadata) * 512
+                    }
                     Ok(metadata) => metadata.len(),
                     // Removed since it was listed.
                     Err(cause) if cause.kind() == io::ErrorKind::NotFound => continue,
                     Err(cause) => return Err(failed(&path, cause)),
                 };
-                let pack = part == Part::Pack;
+                let pack = matches!(part, Part::Pack | Part::PartialPack);
                 let kind = if pack { SegmentKind::Pack } else { SegmentKind::File };
-                let listed = found.entry((segment, pack)).or_insert(SegmentFile { segment, kind, bytes: 0 });
-                if part != Part::Index {
+                let listed = found.entry((segment, pack)).or_insert(SegmentFile {
+                    segment,
+                    kind,
+                    bytes: 0,
+                    whole: false,
+                });
+                let whole = matches!(part, Part::Pack | Part::Data);
+                if whole || (part != Part::Index && !listed.whole) {
                     listed.bytes = bytes;
+                    listed.whole = whole;
                 }
             }
         }

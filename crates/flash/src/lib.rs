@@ -5,6 +5,7 @@
 //! |---|---|
 //! | `flash` | the folder: which segments there are, their descriptors and indexes; reading by name |
 //! | `pack`, `file` | the writers: what is durable when, and what a failure leaves behind |
+//! | `part`, `ranges` | some bytes of a segment whose whole is in the object tier |
 //! | `read` | bytes into a buffer, and not one of them unverified |
 //! | `recover` | what a crash left: the valid prefix is kept and closed |
 //! | `disk` | system calls that may be cut short, syncs that may fail, errors that name the file |
@@ -18,9 +19,13 @@ mod disk;
 mod file;
 pub mod flash;
 mod pack;
+mod part;
+mod ranges;
 mod read;
 mod recover;
 
 pub use flash::{
     FileSegmentWriter, Flash, PackRecord, PackSyncer, PackWriter, Placed, Recovered, SegmentFile, is_missing,
 };
+pub use part::{PART_BLOCK_BYTES, SegmentPart};
+pub use ranges::Ranges;

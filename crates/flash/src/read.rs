@@ -101,6 +101,43 @@ fn fill(source: &Source<'_>, head: &mut [u8], out: &mut [u8], tail: &mut [u8], o
     Ok(())
 }
 
+/// Copies `out.len()` bytes at `offset` from bytes in memory (which begin at `start` of the segment and hold every
+/// chunk that the range touches), verified like those of a file.
+pub(crate) fn verified_copy(
+    segment: SegmentId,
+    sums: &Sums<'_>,
+    (start, bytes): (u64, &[u8]),
+    offset: u64,
+    out: &mut [u8],
+) -> Result<()> {
+    let from = offset.saturating_sub(sums.start);
+    let to = from + out.len() as u64;
+    let first = from / CHUNK;
+    let end = (to.div_ceil(CHUNK) * CHUNK).min(sums.covered);
+    let slice = |from: u64, to: u64| {
+        let begin = (sums.start + from).checked_sub(start)?;
+        bytes.get(begin as usize..(begin + (to - from)) as usize)
+    };
+    let (Some(chunks), Some(wanted)) = (slice(first * CHUNK, end), slice(from, to)) else {
+        return Err(Error::corrupt(format!(
+            "segment {segment} is too short in the object tier: {} bytes came from byte {start} on, those at {offset} \
+             were asked for",
+            bytes.len()
+        )));
+    };
+    let path = || PathBuf::from("the object tier");
+    for (chunk, part) in (first..).zip(chunks.chunks(CHUNK as usize)) {
+        let found = crc32c(part);
+        let expected = sums.crcs.get(chunk as usize).copied().unwrap_or(!found);
+        if found != expected {
+            let at = sums.start + chunk * CHUNK;
+            return Err(damaged_bytes(segment, &path, at, part.len(), expected, found));
+        }
+    }
+    out.copy_from_slice(wanted);
+    Ok(())
+}
+
 /// Checks all chunks from `first` on that `pieces`, put together, hold.
 fn verify(source: &Source<'_>, sums: &Sums<'_>, first: u64, pieces: [&[u8]; 3]) -> Result<()> {
     let mut pieces = pieces;
@@ -142,11 +179,21 @@ fn crc_of_front(pieces: &mut [&[u8]; 3], bytes: usize) -> u32 {
 }
 
 fn mismatch(source: &Source<'_>, offset: u64, bytes: usize, expected: u32, found: u32) -> Error {
+    damaged_bytes(source.segment, source.path, offset, bytes, expected, found)
+}
+
+fn damaged_bytes(
+    segment: SegmentId,
+    path: &dyn Fn() -> PathBuf,
+    offset: u64,
+    bytes: usize,
+    expected: u32,
+    found: u32,
+) -> Error {
     Error::corrupt(format!(
-        "segment {} is damaged: the {bytes} bytes at offset {offset} have CRC32C {found:08x}, expected \
+        "segment {segment} is damaged: the {bytes} bytes at offset {offset} have CRC32C {found:08x}, expected \
          {expected:08x} ({}): check the disk, and write the file again or take the segment from a backup",
-        source.segment,
-        (source.path)().display()
+        path().display()
     ))
 }
 

@@ -145,6 +145,19 @@ pub enum Request {
     },
     /// Everything written before is durable when the answer comes.
     Sync {},
+    /// How much of these files is where. Directories and links have nothing. -> TierReport
+    Tier {
+        paths: Vec<ByteBuf>,
+    },
+    /// Brings all of these files to flash. Waits for it. -> TierReport, as it is then
+    Warm {
+        paths: Vec<ByteBuf>,
+    },
+    /// Removes segments that are in the object tier from flash: those that hold these files (and what else is in
+    /// them); None: all. -> Evicted
+    Evict {
+        paths: Option<Vec<ByteBuf>>,
+    },
     /// -> Statfs
     Statfs {},
     /// Freezes the tree under `path`. -> Sealed, with the manifest's descriptor
@@ -231,6 +244,9 @@ impl Request {
             Request::Listxattr { .. } => "listxattr",
             Request::Removexattr { .. } => "removexattr",
             Request::Sync {} => "sync",
+            Request::Tier { .. } => "tier",
+            Request::Warm { .. } => "warm",
+            Request::Evict { .. } => "evict",
             Request::Statfs {} => "statfs",
             Request::Seal { .. } => "seal",
             Request::OpenSeal { .. } => "open_seal",
@@ -524,10 +540,44 @@ pub struct Status {
     pub segments: u64,
     pub segment_bytes: u64,
     pub inodes: u64,
+    /// None: the volume's segments are durable on its own disk.
+    pub object: Option<ObjectStatus>,
     /// What recovery did at this start, a sentence each; empty after a clean stop.
     pub recovery: Vec<String>,
     /// Conditions that a person should know of ("flash 97 % full").
     pub warnings: Vec<String>,
+}
+
+/// The object tier and what is on its way into it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ObjectStatus {
+    /// `s3://bucket/prefix`
+    pub location: String,
+    pub flash_bytes_max: u64,
+    /// On flash and in the object tier.
+    pub clean_bytes: u64,
+    /// On flash alone.
+    pub dirty_bytes: u64,
+    pub dirty_segments: u64,
+    /// How long the oldest of them has been there.
+    pub dirty_ms: u64,
+    /// What the last upload that failed said; None: uploads work.
+    pub failing: Option<String>,
+}
+
+/// Bytes of some files by where they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TierReport {
+    pub files: u64,
+    pub bytes: u64,
+    pub flash_bytes: u64,
+    /// Of those on flash: not in the object tier yet.
+    pub dirty_bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Evicted {
+    pub bytes: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -31,13 +31,16 @@ use fuser::{
 };
 use headrace_base::error::errno;
 use headrace_base::{Error, Ino, Kind, Result};
-use headrace_volume::{Attr, FileKind, NewInode, OpenDir, OpenFile, OpenMode, Origin, SetAttr, Volume};
+use headrace_volume::{
+    Attr, FileKind, NewInode, OpenDir, OpenFile, OpenMode, Origin, SetAttr, Volume, is_not_here,
+};
 
 use crate::convert::{
     attributes, errno_of, file_type, ino, kind_of_mode, mode_without_set_id, no_entry, permissions,
     rename_mode, time_or_now,
 };
 use crate::handles::Handles;
+use crate::lane::Lane;
 use crate::notify::Notifying;
 use crate::operations::{Counters, Operation};
 
@@ -87,10 +90,66 @@ thread_local! {
     static READ_BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
+/// Runs operations, on whatever thread.
+#[derive(Clone)]
+struct Answering {
+    counters: Arc<Counters>,
+    refusing: Arc<AtomicBool>,
+}
+
+impl Answering {
+    /// Runs one operation. Whatever happens in it, the kernel gets an answer: a panic is EIO for this request
+    /// alone. What is the engine's fault is logged here, once.
+    fn run<T>(
+        &self,
+        operation: Operation,
+        number: INodeNo,
+        body: impl FnOnce() -> Result<T>,
+    ) -> std::result::Result<T, Errno> {
+        self.counters.count(operation);
+        if self.refusing.load(Ordering::Acquire) {
+            return Err(Errno::ENOTCONN);
+        }
+        caught(operation, number, body)
+    }
+}
+
+fn caught<T>(
+    operation: Operation,
+    number: INodeNo,
+    body: impl FnOnce() -> Result<T>,
+) -> std::result::Result<T, Errno> {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => {
+            if matches!(error.kind(), Kind::Internal | Kind::Corrupt) || error.raw_errno() == errno::EIO {
+                tracing::error!(
+                    operation = operation.name(),
+                    ino = number.0,
+                    kind = error.kind().name(),
+                    %error,
+                    "a request failed"
+                );
+            }
+            Err(errno_of(&error))
+        }
+        Err(panic) => {
+            let said = panic
+                .downcast_ref::<&str>()
+                .map(|said| (*said).to_owned())
+                .or_else(|| panic.downcast_ref::<String>().cloned())
+                .unwrap_or_default();
+            tracing::error!(operation = operation.name(), ino = number.0, panic = said, "a request panicked");
+            Err(Errno::EIO)
+        }
+    }
+}
+
 pub struct Adapter {
     pub volume: Arc<Volume>,
     pub origin: Origin,
-    pub counters: Arc<Counters>,
+    answering: Answering,
+    lane: Lane,
     pub notifying: Arc<Notifying>,
     /// Set when the engine stops although the mount is in use: nothing reaches the volume any more.
     pub refusing: Arc<AtomicBool>,
@@ -105,58 +164,26 @@ impl Adapter {
         counters: Arc<Counters>,
         notifying: Arc<Notifying>,
     ) -> Adapter {
+        let refusing = Arc::<AtomicBool>::default();
         Adapter {
             volume,
             origin,
-            counters,
+            answering: Answering { counters, refusing: Arc::clone(&refusing) },
+            lane: Lane::default(),
             notifying,
-            refusing: Arc::default(),
+            refusing,
             files: Handles::default(),
             directories: Handles::default(),
         }
     }
 
-    /// Runs one operation. Whatever happens in it, the kernel gets an answer: a panic is EIO for this request
-    /// alone. What is the engine's fault is logged here, once.
     fn run<T>(
         &self,
         operation: Operation,
         number: INodeNo,
         body: impl FnOnce() -> Result<T>,
     ) -> std::result::Result<T, Errno> {
-        self.counters.count(operation);
-        if self.refusing.load(Ordering::Acquire) {
-            return Err(Errno::ENOTCONN);
-        }
-        match catch_unwind(AssertUnwindSafe(body)) {
-            Ok(Ok(value)) => Ok(value),
-            Ok(Err(error)) => {
-                if matches!(error.kind(), Kind::Internal | Kind::Corrupt) || error.raw_errno() == errno::EIO {
-                    tracing::error!(
-                        operation = operation.name(),
-                        ino = number.0,
-                        kind = error.kind().name(),
-                        %error,
-                        "a request failed"
-                    );
-                }
-                Err(errno_of(&error))
-            }
-            Err(panic) => {
-                let said = panic
-                    .downcast_ref::<&str>()
-                    .map(|said| (*said).to_owned())
-                    .or_else(|| panic.downcast_ref::<String>().cloned())
-                    .unwrap_or_default();
-                tracing::error!(
-                    operation = operation.name(),
-                    ino = number.0,
-                    panic = said,
-                    "a request panicked"
-                );
-                Err(Errno::EIO)
-            }
-        }
+        self.answering.run(operation, number, body)
     }
 
     fn make(&self, request: &Request, parent: INodeNo, name: &OsStr, what: Making<'_>) -> Result<Attr> {
@@ -273,6 +300,18 @@ struct Setting {
     handle: Option<FileHandle>,
 }
 
+fn write(file: &OpenFile, offset: u64, data: &[u8], appends: bool, notifying: &Notifying) -> Result<()> {
+    if !appends {
+        return file.write(offset, data);
+    }
+    if file.append(data)? != offset {
+        // Another door appended first: what the kernel put into its page cache at its own idea of the end belongs
+        // elsewhere.
+        notifying.forget_own(file.ino());
+    }
+    Ok(())
+}
+
 fn open_mode(flags: i32) -> OpenMode {
     let access = OpenFlags(flags).acc_mode();
     let truncate = flags & O_TRUNC != 0;
@@ -362,7 +401,7 @@ impl Filesystem for Adapter {
     }
 
     fn forget(&self, _request: &Request, _ino: INodeNo, _lookups: u64) {
-        self.counters.count(Operation::Forget);
+        self.answering.counters.count(Operation::Forget);
     }
 
     fn getattr(&self, _request: &Request, number: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
@@ -551,18 +590,31 @@ impl Filesystem for Adapter {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
+        let length = length as usize;
         let outcome = self.run(Operation::Read, number, || {
             let file = self.files.get(handle.0)?;
             READ_BUFFER.with_borrow_mut(|buffer| {
-                let length = length as usize;
                 if buffer.len() < length {
                     buffer.resize(length, 0);
                 }
-                file.read(offset, &mut buffer[..length])
+                match file.read_at_hand(offset, &mut buffer[..length]) {
+                    Err(error) if is_not_here(&error) => Ok(None),
+                    outcome => outcome.map(Some),
+                }
             })
         });
         match outcome {
-            Ok(length) => READ_BUFFER.with_borrow(|buffer| reply.data(&buffer[..length])),
+            Ok(Some(length)) => READ_BUFFER.with_borrow(|buffer| reply.data(&buffer[..length])),
+            Ok(None) => match self.files.get(handle.0) {
+                Ok(file) => self.lane.run(move || {
+                    let mut buffer = vec![0; length];
+                    match caught(Operation::Read, number, || file.read(offset, &mut buffer)) {
+                        Ok(length) => reply.data(&buffer[..length]),
+                        Err(errno) => reply.error(errno),
+                    }
+                }),
+                Err(error) => reply.error(errno_of(&error)),
+            },
             Err(errno) => reply.error(errno),
         }
     }
@@ -586,18 +638,24 @@ impl Filesystem for Adapter {
             }
             // Pages written through a mapping have their place, and their handle is any that can write.
             let appends = flags.0 & O_APPEND != 0 && !write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
-            if !appends {
-                return file.write(offset, data);
+            if self.volume.writes_may_wait(data.len() as u64) {
+                return Ok(Some((file, appends)));
             }
-            if file.append(data)? != offset {
-                // Another door appended first: what the kernel put into its page cache at its own idea of the
-                // end belongs elsewhere.
-                self.notifying.forget_own(file.ino());
-            }
-            Ok(())
+            write(&file, offset, data, appends, &self.notifying).map(|()| None)
         });
+        let bytes = data.len() as u32;
         match outcome {
-            Ok(()) => reply.written(data.len() as u32),
+            Ok(None) => reply.written(bytes),
+            Ok(Some((file, appends))) => {
+                let (data, notifying) = (data.to_vec(), Arc::clone(&self.notifying));
+                self.lane.run(move || {
+                    let body = || write(&file, offset, &data, appends, &notifying);
+                    match caught(Operation::Write, number, body) {
+                        Ok(()) => reply.written(bytes),
+                        Err(errno) => reply.error(errno),
+                    }
+                });
+            }
             Err(errno) => reply.error(errno),
         }
     }
@@ -634,7 +692,13 @@ impl Filesystem for Adapter {
         _data_only: bool,
         reply: ReplyEmpty,
     ) {
-        answer_empty(reply, self.run(Operation::Fsync, number, || self.files.get(handle.0)?.fsync()));
+        match self.run(Operation::Fsync, number, || self.files.get(handle.0)) {
+            // It may wait for the object tier, and is answered from the thread that hears from it.
+            Ok(file) => file.start_fsync(move |outcome| {
+                answer_empty(reply, caught(Operation::Fsync, number, || outcome));
+            }),
+            Err(errno) => reply.error(errno),
+        }
     }
 
     fn opendir(&self, _request: &Request, number: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
@@ -695,10 +759,18 @@ impl Filesystem for Adapter {
         _data_only: bool,
         reply: ReplyEmpty,
     ) {
-        let outcome = self.run(Operation::Fsyncdir, number, || {
-            if ino(number) == Ino::ROOT { self.volume.sync() } else { self.volume.sync_metadata() }
-        });
-        answer_empty(reply, outcome);
+        if ino(number) != Ino::ROOT {
+            return answer_empty(
+                reply,
+                self.run(Operation::Fsyncdir, number, || self.volume.sync_metadata()),
+            );
+        }
+        match self.run(Operation::Fsyncdir, number, || Ok(())) {
+            Ok(()) => self.volume.start_sync(move |outcome| {
+                answer_empty(reply, caught(Operation::Fsyncdir, number, || outcome));
+            }),
+            Err(errno) => reply.error(errno),
+        }
     }
 
     fn statfs(&self, _request: &Request, number: INodeNo, reply: ReplyStatfs) {
@@ -784,7 +856,7 @@ mod tests {
         assert_eq!(adapter.run(Operation::Read, root, || Ok(7)), Ok(7));
         let missing = adapter.run(Operation::Getattr, root, || adapter.volume.getattr(Ino(1 << 40)));
         assert_eq!(missing.map(drop), Err(Errno::ENOENT));
-        assert_eq!(adapter.counters.all(), 3);
+        assert_eq!(adapter.answering.counters.all(), 3);
         adapter.refusing.store(true, Ordering::Release);
         assert_eq!(adapter.run(Operation::Read, root, || Ok(7)), Err(Errno::ENOTCONN));
         adapter.volume.close().unwrap();

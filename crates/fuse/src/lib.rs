@@ -16,6 +16,7 @@
 mod adapter;
 mod convert;
 mod handles;
+mod lane;
 mod mount;
 mod notify;
 mod operations;

@@ -9,12 +9,15 @@ use lexopt::Arg::{Long, Short, Value};
 use lexopt::{Error, Parser, ValueExt};
 
 pub const USAGE: &str = "\
-usage: headraced create --volume DIR
+usage: headraced create --volume DIR [--object URL [--endpoint URL] [--region NAME] [--flash-bytes-max N]]
        headraced serve --volume DIR [--system] [--memory-bytes N] [--idle-exit-seconds N] [--ready-fd N]
        headraced workload PHASE --target DIR [options]
        headraced version
 
 create    makes a new volume in a new or empty folder
+            --object s3://BUCKET/PREFIX  where its files are durable; default: in the folder
+            --endpoint URL, --region NAME  of a store that is not Amazon's; default: as the AWS tools
+            --flash-bytes-max N    what it may take of the folder's disk; default: most of what is free
 serve     serves a volume until SIGTERM
             --system               to all users (as root); default: to the own user
             --memory-bytes N       for all buffers together; default 268435456
@@ -26,12 +29,19 @@ workload  runs one phase of `headrace bench`; workload --help says which";
 pub enum Command {
     Help,
     Version,
-    Create {
-        volume: PathBuf,
-    },
+    Create(Create),
     Serve(Serve),
     /// The rest of the line is the driver's own.
     Workload(Vec<OsString>),
+}
+
+#[derive(Debug, Default, PartialEq)]
+pub struct Create {
+    pub volume: PathBuf,
+    pub object: Option<String>,
+    pub endpoint: Option<String>,
+    pub region: Option<String>,
+    pub flash_bytes_max: Option<u64>,
 }
 
 #[derive(Debug, PartialEq)]
@@ -70,13 +80,19 @@ fn end(mut parser: Parser) -> Result<(), Error> {
 
 fn create(mut parser: Parser) -> Result<Command, Error> {
     let mut volume = None;
+    let mut create = Create::default();
     while let Some(argument) = parser.next()? {
         match argument {
             Long("volume") => volume = Some(PathBuf::from(parser.value()?)),
+            Long("object") => create.object = Some(parser.value()?.string()?),
+            Long("endpoint") => create.endpoint = Some(parser.value()?.string()?),
+            Long("region") => create.region = Some(parser.value()?.string()?),
+            Long("flash-bytes-max") => create.flash_bytes_max = Some(parser.value()?.parse()?),
             other => return Err(other.unexpected()),
         }
     }
-    Ok(Command::Create { volume: required(volume, "--volume DIR")? })
+    create.volume = required(volume, "--volume DIR")?;
+    Ok(Command::Create(create))
 }
 
 fn serve(mut parser: Parser) -> Result<Serve, Error> {
@@ -126,7 +142,24 @@ mod tests {
     #[test]
     fn commands_are_understood() {
         assert_eq!(parsed(&["version"]), Ok(Command::Version));
-        assert_eq!(parsed(&["create", "--volume", "/v"]), Ok(Command::Create { volume: "/v".into() }));
+        assert_eq!(
+            parsed(&["create", "--volume", "/v"]),
+            Ok(Command::Create(Create { volume: "/v".into(), ..Create::default() }))
+        );
+        let Ok(Command::Create(create)) = parsed(&[
+            "create",
+            "--volume=/v",
+            "--object=s3://bucket/p",
+            "--endpoint",
+            "http://h:1",
+            "--region=r",
+            "--flash-bytes-max=5",
+        ]) else {
+            panic!("not understood")
+        };
+        assert_eq!(create.object.as_deref(), Some("s3://bucket/p"));
+        assert_eq!((create.endpoint.as_deref(), create.region.as_deref()), (Some("http://h:1"), Some("r")));
+        assert_eq!(create.flash_bytes_max, Some(5));
         let Ok(Command::Serve(serve)) = parsed(&[
             "serve",
             "--volume=/v",

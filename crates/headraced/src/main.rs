@@ -21,10 +21,10 @@ use std::process::ExitCode;
 
 use headrace_base::{Error, Result};
 use headrace_node::{Engine, EngineOptions, block_signals, keep_small};
-use headrace_volume::Volume;
+use headrace_volume::{CreateOptions, Location, Volume};
 use serde_json::{Value, json};
 
-use crate::arguments::{Command, Serve, USAGE};
+use crate::arguments::{Command, Create, Serve, USAGE};
 
 fn main() -> ExitCode {
     let command = match arguments::parse(lexopt::Parser::from_env()) {
@@ -37,7 +37,7 @@ fn main() -> ExitCode {
     match command {
         Command::Help => print_line(USAGE),
         Command::Version => print_line(&format!("headraced {} {BUILD}", env!("CARGO_PKG_VERSION"))),
-        Command::Create { volume } => create(&volume),
+        Command::Create(options) => create(options),
         Command::Serve(serve_options) => serve(serve_options),
         Command::Workload(arguments) => workload(arguments),
     }
@@ -61,9 +61,14 @@ fn error_json(error: &Error) -> Value {
     }})
 }
 
-fn create(volume: &Path) -> ExitCode {
+fn create(create: Create) -> ExitCode {
     log_to_stderr();
-    match absolute(volume).and_then(|folder| Volume::create(&folder)) {
+    let made = absolute(&create.volume).and_then(|folder| {
+        let object =
+            create.object.map(|url| Location::parse(&url, create.endpoint, create.region)).transpose()?;
+        Volume::create_with(&folder, &CreateOptions { object, flash_bytes_max: create.flash_bytes_max })
+    });
+    match made {
         Ok(id) => print_line(&json!({"volume": id.to_string()}).to_string()),
         Err(error) => {
             print_line(&error_json(&error).to_string());

@@ -116,6 +116,8 @@ impl Gather {
         memory: Arc<SlotMemory>,
         done: Arc<Wake>,
     ) -> Gather {
+        // All of it at once: the store answers many requests at a time as quickly as one.
+        plan.items.iter().for_each(|item| view.prefetch(item.index));
         for (at, numbers) in [(0, &plan.indices), (plan.offsets_at, &plan.offsets)] {
             // SAFETY: the caller alone has this memory, and no thread has begun to read into it.
             let part = unsafe { memory.part(at, numbers.len() as u64 * 8) };

@@ -209,6 +209,15 @@ impl Node {
             segments,
             segment_bytes,
             inodes: volume.statfs()?.inodes_used,
+            object: volume.tier_status().map(|tiers| message::ObjectStatus {
+                location: tiers.location,
+                flash_bytes_max: tiers.flash_bytes_max,
+                clean_bytes: tiers.clean_bytes,
+                dirty_bytes: tiers.backlog.bytes,
+                dirty_segments: tiers.backlog.segments,
+                dirty_ms: u64::try_from(tiers.backlog.age.as_millis()).unwrap_or(u64::MAX),
+                failing: tiers.backlog.failing,
+            }),
             recovery: volume.recovery().to_vec(),
             warnings: volume.warnings(),
         })

@@ -195,6 +195,9 @@ impl Session {
                 self.volume().removexattr(Origin::SOCKET, attr.ino, &name)?;
                 self.changed()
             }
+            Request::Tier { paths } => Reply::of(self.volume().tier_report(&self.who, &paths)?),
+            Request::Warm { paths } => Reply::of(self.volume().warm(&self.who, &paths)?),
+            Request::Evict { paths } => Reply::of(self.volume().evict(&self.who, paths.as_deref())?),
             Request::Sync {} => Reply::of(self.volume().sync()?),
             Request::Statfs {} => {
                 let space = self.volume().statfs()?;

@@ -7,55 +7,65 @@
 //! showed at its end, and one from which the present was restored was readable before.
 //! A reader that had copied extents of a removed segment finds it gone and looks again (`file`).
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use headrace_base::{Ino, Kind, Result, SegmentId, Version};
-use headrace_flash::Flash;
-use headrace_format::record::{Content, Extent, Place};
+use headrace_base::{Error, Ino, Kind, Result, SegmentId, Version, crash};
+use headrace_format::record::{Content, Extent, Place, SegmentKind};
 use headrace_format::{BLOCK, key};
 use headrace_meta::{At, MetaStore};
 
 use crate::live::{LiveTable, load_extents, load_inode};
+use crate::segments::Segments;
 use crate::versions::{Pinned, recorded_versions};
+use crate::volume::named_ends;
 
 /// Removals come in bursts; one look serves a whole burst.
 const PAUSE: Duration = Duration::from_secs(2);
 
+type Suspects = HashMap<SegmentId, SegmentKind>;
+
 #[derive(Debug)]
 pub struct Collector {
     store: Arc<dyn MetaStore>,
-    flash: Arc<Flash>,
+    segments: Arc<Segments>,
     pinned: Arc<Pinned>,
     /// Segments that lost a reference since they were last looked at.
-    suspects: Mutex<HashSet<SegmentId>>,
-    /// Suspects that were still open: looked at again with the next burst.
-    open: Mutex<HashSet<SegmentId>>,
+    suspects: Mutex<Suspects>,
+    /// Suspects that were still announced: looked at again with the next burst, or when they are clean.
+    open: Mutex<Suspects>,
     wake: Condvar,
     stop: AtomicBool,
+    /// A crash may have left objects that nothing names.
+    crashed: AtomicBool,
 }
 
 impl Collector {
-    pub fn new(store: Arc<dyn MetaStore>, flash: Arc<Flash>, pinned: Arc<Pinned>) -> Collector {
+    pub fn new(store: Arc<dyn MetaStore>, segments: Arc<Segments>, pinned: Arc<Pinned>) -> Collector {
         Collector {
             store,
-            flash,
+            segments,
             pinned,
             suspects: Mutex::default(),
             open: Mutex::default(),
             wake: Condvar::new(),
             stop: AtomicBool::new(false),
+            crashed: AtomicBool::new(false),
         }
     }
 
     /// These extents are named once less.
     pub fn note_extents<'a>(&self, extents: impl IntoIterator<Item = &'a Extent>) {
-        self.note_segments(extents.into_iter().filter_map(|extent| segment_of(&extent.place)));
+        self.note_segments(
+            extents
+                .into_iter()
+                .filter_map(|extent| Some((segment_of(&extent.place)?, kind_of(&extent.place)))),
+        );
     }
 
-    pub fn note_segments(&self, segments: impl IntoIterator<Item = SegmentId>) {
+    pub fn note_segments(&self, segments: impl IntoIterator<Item = (SegmentId, SegmentKind)>) {
         let mut suspects = self.lock();
         let before = suspects.len();
         suspects.extend(segments);
@@ -63,6 +73,28 @@ impl Collector {
             suspects.extend(self.open.lock().unwrap_or_else(PoisonError::into_inner).drain());
             self.wake.notify_one();
         }
+    }
+
+    /// An engine died: the object tier is looked through once.
+    pub fn note_crash(&self) {
+        self.crashed.store(true, Ordering::Release);
+        self.wake.notify_one();
+    }
+
+    /// Removes objects that no version names and nobody has announced. The look at all names is only a first one:
+    /// names change meanwhile, so what it did not see is looked at as every other suspect.
+    fn sweep(&self, live: &Arc<LiveTable>) -> Result<u64> {
+        let Some(remote) = &self.segments.remote else { return Ok(0) };
+        let listed = remote.list()?;
+        let named = named_ends(&*self.store)?;
+        let suspects = listed.into_iter().filter(|(segment, _)| !named.contains_key(segment));
+        self.collect(live, suspects.collect())
+    }
+
+    /// A segment's announcement was withdrawn. If it was suspect before, it can be judged now.
+    pub fn note_clean(&self, segment: SegmentId) {
+        let was_open = self.open.lock().unwrap_or_else(PoisonError::into_inner).remove_entry(&segment);
+        self.note_segments(was_open);
     }
 
     pub fn run(&self, live: &Arc<LiveTable>) {
@@ -83,6 +115,19 @@ impl Collector {
                 }
                 std::mem::take(&mut *suspects)
             };
+            if self.crashed.load(Ordering::Acquire) && !self.stop.load(Ordering::Acquire) {
+                match self.sweep(live) {
+                    Ok(removed) => {
+                        self.crashed.store(false, Ordering::Release);
+                        if removed > 0 {
+                            tracing::info!(removed, "removed objects that a crash had left");
+                        }
+                    }
+                    Err(error) => {
+                        tracing::warn!(%error, "the object tier could not be looked through; later again")
+                    }
+                }
+            }
             if suspects.is_empty() || self.stop.load(Ordering::Acquire) {
                 continue;
             }
@@ -97,36 +142,59 @@ impl Collector {
     }
 
     /// Looks at each suspect; gives how many were removed.
-    pub fn collect(&self, live: &Arc<LiveTable>, suspects: HashSet<SegmentId>) -> Result<u64> {
+    pub fn collect(&self, live: &Arc<LiveTable>, suspects: Suspects) -> Result<u64> {
         let mut removed = 0;
-        let files = self.flash.list()?;
-        for file in files.iter().filter(|file| suspects.contains(&file.segment)) {
+        // Without an object tier what is not on flash is gone already.
+        let files: HashMap<SegmentId, u64> =
+            self.segments.flash.list()?.into_iter().map(|file| (file.segment, file.bytes)).collect();
+        for (segment, kind) in suspects {
             if self.stop.load(Ordering::Acquire) {
                 break;
             }
-            if self.store.get(&key::pending(file.segment), At::Latest)?.is_some() {
-                self.open.lock().unwrap_or_else(PoisonError::into_inner).insert(file.segment);
+            let bytes = files.get(&segment);
+            if bytes.is_none() && self.segments.remote.is_none() {
                 continue;
             }
-            match self.is_named(live, file.segment) {
+            if self.store.get(&key::pending(segment), At::Latest)?.is_some() {
+                self.open.lock().unwrap_or_else(PoisonError::into_inner).insert(segment, kind);
+                continue;
+            }
+            match self.is_named(live, segment, kind) {
                 Ok(true) => {}
                 Ok(false) => {
-                    self.flash.remove(file.segment, file.kind)?;
+                    self.remove(segment, kind);
                     removed += 1;
                 }
                 // Cut short before its first record: nothing can ever have named a byte of it.
-                Err(error) if error.kind() == Kind::Corrupt && file.bytes <= BLOCK => {
-                    tracing::info!(segment = %file.segment, %error, "an unfinished segment is removed");
-                    self.flash.remove(file.segment, file.kind)?;
+                Err(error) if error.kind() == Kind::Corrupt && bytes.is_some_and(|bytes| *bytes <= BLOCK) => {
+                    tracing::info!(%segment, %error, "an unfinished segment is removed");
+                    self.remove(segment, kind);
                     removed += 1;
                 }
+                // It was removed already.
+                Err(error) if error.kind() == Kind::NotFound => {}
+                // The object tier cannot be asked now.
+                Err(error) if error.kind() == Kind::Unavailable => self.later(segment, kind, &error),
                 // What it holds is not known: it stays, and does not keep others from being looked at.
                 Err(error) => {
-                    tracing::error!(segment = %file.segment, %error, "it is not known what names this segment: it stays");
+                    tracing::error!(%segment, %error, "it is not known what names this segment: it stays");
                 }
             }
         }
         Ok(removed)
+    }
+
+    fn remove(&self, segment: SegmentId, kind: SegmentKind) {
+        crash::point("before-collect");
+        if let Err(error) = self.segments.remove(segment, kind) {
+            self.later(segment, kind, &error);
+        }
+    }
+
+    /// Looks at it again with the next burst.
+    fn later(&self, segment: SegmentId, kind: SegmentKind, error: &Error) {
+        tracing::warn!(%segment, %error, "a segment could not be collected now; it is tried again");
+        self.open.lock().unwrap_or_else(PoisonError::into_inner).insert(segment, kind);
     }
 
     /// Ended versions that are kept, or read at this moment.
@@ -136,9 +204,9 @@ impl Collector {
         Ok(versions)
     }
 
-    fn is_named(&self, live: &Arc<LiveTable>, segment: SegmentId) -> Result<bool> {
+    fn is_named(&self, live: &Arc<LiveTable>, segment: SegmentId, kind: SegmentKind) -> Result<bool> {
         let inodes: HashSet<Ino> =
-            self.flash.records(segment)?.into_iter().map(|(origin, _)| origin.ino).collect();
+            self.segments.records(segment, kind)?.into_iter().map(|(origin, _)| origin.ino).collect();
         let names =
             |extents: &[Extent]| extents.iter().any(|extent| segment_of(&extent.place) == Some(segment));
         let before = self.readable()?;
@@ -184,7 +252,7 @@ impl Collector {
         self.wake.notify_all();
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashSet<SegmentId>> {
+    fn lock(&self) -> MutexGuard<'_, Suspects> {
         self.suspects.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -194,4 +262,8 @@ pub fn segment_of(place: &Place) -> Option<SegmentId> {
         Place::Pack { segment, .. } | Place::File { segment, .. } => Some(*segment),
         Place::Inline { .. } => None,
     }
+}
+
+fn kind_of(place: &Place) -> SegmentKind {
+    if matches!(place, Place::File { .. }) { SegmentKind::File } else { SegmentKind::Pack }
 }

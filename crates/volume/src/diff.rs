@@ -93,7 +93,7 @@ impl Volume {
         };
         let limit = limit.clamp(1, PAGE_KEYS_MAX);
         let start = after.unwrap_or(b"e");
-        if start < b"f" {
+        if start < b"f".as_slice() {
             let keys = self.store.written(older, page.to, start.max(b"e"), b"f", limit)?;
             let differences = page.names(&keys)?;
             let next = match keys.last() {

@@ -7,17 +7,19 @@
 use std::sync::Arc;
 
 use headrace_base::error::errno;
-use headrace_base::{Error, Ino, Kind, Result, time};
+use headrace_base::{Error, Ino, Kind, Result, SegmentId, time};
+use headrace_flash::is_missing;
 use headrace_format::key;
 use headrace_format::record::{Extent, FileKind};
-use headrace_meta::{Commit, Write};
+use headrace_meta::{At, Commit, Write};
 
 use crate::extents;
 use crate::flush::Inline;
 use crate::live::{Pin, State, no_inode};
 use crate::namespace::erase;
 use crate::past::{PastFile, is_live};
-use crate::placed::read_extents;
+use crate::placed::Placed;
+use crate::segments::Fetch;
 use crate::types::{Attr, Change, FILE_BYTES_MAX, OpenMode, Origin};
 use crate::volume::Volume;
 
@@ -75,7 +77,7 @@ impl Volume {
             let mut writes = erase(pin.ino, &state.committed_record());
             writes.push(Write::Delete(key::orphan(pin.ino, self.store.session())));
             match self.commit(Commit { preconditions: Vec::new(), writes }) {
-                Ok(()) => self.forget_bytes(pin, &mut state),
+                Ok(()) => self.forget_bytes(&mut state),
                 // The orphan record stays: the next start removes the inode.
                 Err(error) => tracing::error!(ino = pin.ino.0, %error, "a deleted file could not be removed"),
             }
@@ -85,12 +87,16 @@ impl Volume {
         }
     }
 
-    pub(crate) fn read_pinned(&self, pin: &Pin, offset: u64, out: &mut [u8]) -> Result<usize> {
-        match self.read_once(pin, offset, out) {
+    pub(crate) fn placed(&self, ino: Ino, at: At, fetch: Fetch) -> Placed<'_> {
+        Placed { store: &*self.store, segments: &self.segments, ino, at, fetch }
+    }
+
+    pub(crate) fn read_pinned(&self, pin: &Pin, offset: u64, out: &mut [u8], fetch: Fetch) -> Result<usize> {
+        match self.read_once(pin, offset, out, fetch) {
             // The collector may have taken a segment between the look at the extents and the read: the
             // extents say by now where the bytes are.
-            Err(error) if error.kind() == Kind::NotFound => {
-                self.read_once(pin, offset, out).map_err(|error| {
+            Err(error) if is_missing(&error) || error.kind() == Kind::NotFound => {
+                self.read_once(pin, offset, out, fetch).map_err(|error| {
                     if error.kind() == Kind::NotFound { Error::corrupt(error.message()) } else { error }
                 })
             }
@@ -98,7 +104,7 @@ impl Volume {
         }
     }
 
-    fn read_once(&self, pin: &Pin, offset: u64, out: &mut [u8]) -> Result<usize> {
+    fn read_once(&self, pin: &Pin, offset: u64, out: &mut [u8], fetch: Fetch) -> Result<usize> {
         let (length, needed, overlay) = {
             let state = pin.lock();
             let length = state.inode.size.saturating_sub(offset).min(out.len() as u64) as usize;
@@ -127,7 +133,7 @@ impl Volume {
             (length, needed, overlay)
         };
         let out = &mut out[..length];
-        read_extents(&*self.store, &self.flash, pin.ino, &needed, offset, out).map_err(|error| {
+        self.placed(pin.ino, At::Latest, fetch).read(&needed, offset, out).map_err(|error| {
             let path = self.names.path(pin.ino);
             error.context(format_args!("file {:?} (inode {})", String::from_utf8_lossy(&path), pin.ino))
         })?;
@@ -211,8 +217,20 @@ impl OpenFile {
             return Err(Error::errno(errno::EBADF, "the file is not open for reading"));
         }
         match &self.body {
-            Body::Live(pin) => self.volume.read_pinned(pin, offset, out),
-            Body::Past(past) => self.volume.read_past(past, offset, out),
+            Body::Live(pin) => self.volume.read_pinned(pin, offset, out, Fetch::Wait),
+            Body::Past(past) => self.volume.read_past(past, offset, out, Fetch::Wait),
+        }
+    }
+
+    /// `read` for a thread that others wait for: `is_not_here` of the error if it would have to wait for the object
+    /// tier.
+    pub fn read_at_hand(&self, offset: u64, out: &mut [u8]) -> Result<usize> {
+        if !self.mode.read {
+            return Err(Error::errno(errno::EBADF, "the file is not open for reading"));
+        }
+        match &self.body {
+            Body::Live(pin) => self.volume.read_pinned(pin, offset, out, Fetch::Refuse),
+            Body::Past(past) => self.volume.read_past(past, offset, out, Fetch::Refuse),
         }
     }
 
@@ -241,9 +259,22 @@ impl OpenFile {
 
     /// What was written before is durable when it returns, name and attributes included.
     pub fn fsync(&self) -> Result<()> {
+        let waits = self.begin_fsync()?;
+        self.volume.flusher.wait_clean(&waits)
+    }
+
+    /// `fsync` that does not wait for the object tier: `done` is called when it is over, on this thread or another.
+    pub fn start_fsync(&self, done: impl FnOnce(Result<()>) + Send + 'static) {
+        match self.begin_fsync() {
+            Ok(waits) => self.volume.flusher.when_clean(&waits, done),
+            Err(error) => done(Err(error)),
+        }
+    }
+
+    fn begin_fsync(&self) -> Result<Vec<SegmentId>> {
         match &self.body {
             Body::Live(pin) => self.volume.flusher.fsync(pin),
-            Body::Past(_) => Ok(()),
+            Body::Past(_) => Ok(Vec::new()),
         }
     }
 

@@ -17,22 +17,25 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
-use headrace_base::{Error, Ino, Kind, MIB, Result, SegmentId, SessionId, crash, time};
+use headrace_base::{Error, Ino, Kind, MIB, Result, SegmentId, crash, time};
 use headrace_flash::{FileSegmentWriter, Flash, PackRecord};
 use headrace_format::key;
 use headrace_format::record::{Extent, Place, SegmentKind};
 use headrace_format::segment::Origin as SegmentOrigin;
 use headrace_meta::{At, Commit, MetaStore, Precondition, Write};
 
+use crate::announce::Announcements;
 use crate::collect::{Collector, segment_of};
 use crate::dirty::DirtyRanges;
 use crate::extents;
 use crate::gate::Gate;
 use crate::live::{Live, LiveTable, Pin, State, region_writes};
 use crate::namespace::Names;
-use crate::packs::{OpenPack, Packs, announce, must_commit, withdraw};
-use crate::placed::{read_extents, read_inline};
+use crate::packs::{OpenPack, Packs, must_commit};
+use crate::placed::{Placed, read_inline};
 use crate::room::Room;
+use crate::segments::{Fetch, Segments, is_not_here};
+use crate::uploads::Uploads;
 
 /// A file that has this much to flush at once, from its start on, gets a segment of its own.
 pub const FILE_SEGMENT_BYTES: u64 = 16 * MIB;
@@ -55,6 +58,11 @@ const INLINE_AGE_MAX: Duration = Duration::from_secs(5);
 /// it: 256 extents per 64 MiB at most, and each byte of an append log is rewritten a bounded number of times.
 const WINDOW_BYTES: u64 = 4 * MIB;
 const WINDOW_EXTENTS_MAX: usize = 16;
+/// With an object tier a segment stays open no longer than this, so that what was written is stored there within 5 s:
+/// up to 2 s in memory, as long in the open segment, the rest for the upload. (A file segment is looked at when its
+/// file is flushed, about 2 s after it was opened.)
+const OPEN_AGE_MAX: Duration = Duration::from_secs(2);
+const FILE_OPEN_AGE_MAX: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Default)]
 struct Queue {
@@ -71,7 +79,8 @@ struct Queue {
 pub struct Flusher {
     store: Arc<dyn MetaStore>,
     flash: Arc<Flash>,
-    session: SessionId,
+    segments: Arc<Segments>,
+    announcements: Arc<Announcements>,
     live: Arc<LiveTable>,
     names: Arc<Names>,
     collector: Arc<Collector>,
@@ -116,19 +125,21 @@ pub enum Inline {
 
 impl Flusher {
     pub fn new(
-        store: Arc<dyn MetaStore>,
-        flash: Arc<Flash>,
+        segments: Arc<Segments>,
+        announcements: Arc<Announcements>,
         live: Arc<LiveTable>,
         names: Arc<Names>,
         collector: Arc<Collector>,
         room: Arc<Room>,
         dirty_bytes_max: u64,
     ) -> Flusher {
+        let flash = Arc::clone(&segments.flash);
         Flusher {
-            session: store.session(),
-            packs: Packs::new(Arc::clone(&flash), Arc::clone(&store), Arc::clone(&room)),
-            store,
+            packs: Packs::new(Arc::clone(&flash), Arc::clone(&announcements), Arc::clone(&room)),
+            store: Arc::clone(&announcements.store),
             flash,
+            segments,
+            announcements,
             live,
             names,
             collector,
@@ -175,7 +186,9 @@ impl Flusher {
     /// Leaves the inode in the queue if it is still ahead. Only here does one leave it, so that whoever flushes
     /// everything also waits for what another thread is flushing.
     fn requeue(&self, pin: &Pin, state: &mut State) {
-        if state.is_ahead() || (state.writer.is_some() && state.writers == 0) {
+        // With an object tier an open file segment is looked after until it is closed.
+        let open = state.writer.is_some() && (state.writers == 0 || self.uploads().is_some());
+        if state.is_ahead() || open {
             state.queued = true;
             self.lock().ahead.insert(pin.ino, (pin.clone(), time::monotonic_now()));
         } else if state.queued {
@@ -235,8 +248,13 @@ impl Flusher {
         }
     }
 
-    /// fsync of one inode. What was written before the call is durable when it returns.
-    pub fn fsync(&self, pin: &Pin) -> Result<()> {
+    fn uploads(&self) -> Option<&Arc<Uploads>> {
+        self.announcements.uploads.as_ref()
+    }
+
+    /// fsync of one inode. What was written before the call is durable when it returns, and once the segments that it
+    /// gives are clean.
+    pub fn fsync(&self, pin: &Pin) -> Result<Vec<SegmentId>> {
         let road = {
             let _gate = self.share_inline();
             let mut state = pin.lock_idle();
@@ -255,10 +273,69 @@ impl Flusher {
         if let Some(Some(taken)) = road {
             self.flush_taken(vec![taken])?;
         }
-        self.store.sync()
+        let waits = if self.uploads().is_some() { self.hurry_inode(pin)? } else { Vec::new() };
+        self.store.sync()?;
+        Ok(waits)
+    }
+
+    /// Has what this inode's extents name uploaded now. Gives the segments that are still dirty.
+    fn hurry_inode(&self, pin: &Pin) -> Result<Vec<SegmentId>> {
+        // What is still being streamed ends here: an open segment has no object.
+        self.retire_writer(pin)?;
+        let segments: HashSet<SegmentId> =
+            pin.lock().committed_extents.iter().filter_map(|extent| segment_of(&extent.place)).collect();
+        Ok(self.hurry(segments))
+    }
+
+    /// Has these segments uploaded now. Gives those that are dirty.
+    pub fn hurry(&self, segments: impl IntoIterator<Item = SegmentId>) -> Vec<SegmentId> {
+        let Some(uploads) = self.uploads() else { return Vec::new() };
+        let waits = uploads.hurry(segments);
+        if !waits.is_empty() && uploads.want_cut() {
+            self.packs.cut(&waits);
+        }
+        waits
+    }
+
+    pub fn wait_clean(&self, segments: &[SegmentId]) -> Result<()> {
+        self.uploads().map_or(Ok(()), |uploads| uploads.wait_clean(segments))
+    }
+
+    pub fn when_clean(&self, segments: &[SegmentId], done: impl FnOnce(Result<()>) + Send + 'static) {
+        match self.uploads() {
+            Some(uploads) => uploads.when_clean(segments, done),
+            None => done(Ok(())),
+        }
+    }
+
+    /// An upload is over: what gathered meanwhile goes next.
+    pub fn upload_finished(&self, segment: SegmentId) {
+        if self.uploads().is_some_and(|uploads| uploads.take_cut_wanted()) {
+            self.packs.close();
+        }
+        self.collector.note_clean(segment);
+    }
+
+    /// sync(2): flushes all that is ahead, and gives the segments that it must wait for.
+    pub fn sync_all(&self) -> Result<Vec<SegmentId>> {
+        self.flush_all()?;
+        let Some(uploads) = self.uploads() else { return Ok(Vec::new()) };
+        for pin in self.live.all() {
+            if pin.lock().writer.is_some() {
+                self.retire_writer(&pin)?;
+            }
+        }
+        let waits = uploads.hurry(uploads.all_dirty());
+        self.packs.close();
+        self.store.sync()?;
+        Ok(waits)
     }
 
     fn may_ride_inline(&self, state: &State) -> bool {
+        if self.uploads().is_some() {
+            // Durable is what is in the object tier.
+            return false;
+        }
         let pieces =
             state.extents.iter().filter(|extent| matches!(extent.place, Place::Inline { .. })).count();
         state.writer.is_none() && state.dirty.bytes() <= INLINE_BYTES_MAX && pieces < INLINE_EXTENTS_MAX
@@ -340,6 +417,12 @@ impl Flusher {
         }
     }
 
+    /// A file segment that must end here although its file does not: its bytes are to be stored.
+    fn is_outgrown(&self, writer: &FileSegmentWriter) -> bool {
+        self.uploads().is_some()
+            && (writer.age() > FILE_OPEN_AGE_MAX || writer.bytes() >= self.room.segment_bytes_max())
+    }
+
     fn take(&self, pin: &Pin, state: &mut State, inline: Inline) -> Result<Option<Taken>> {
         if state.removed {
             self.gate.release(state.dirty.bytes());
@@ -348,7 +431,8 @@ impl Flusher {
             return Ok(None);
         }
         let moves_inline = inline == Inline::Move && state.has_inline();
-        let closes = state.writer.is_some() && state.writers == 0;
+        let closes =
+            state.writer.as_ref().is_some_and(|writer| state.writers == 0 || self.is_outgrown(writer));
         if !state.is_ahead() && !moves_inline && !closes {
             return Ok(None);
         }
@@ -381,7 +465,8 @@ impl Flusher {
         };
         let writer = state.writer.take();
         let goes_on = road == Road::FileSegment || ranges.is_empty();
-        let close_writer = state.writers == 0 || !goes_on;
+        let outgrown = writer.as_ref().is_some_and(|writer| self.is_outgrown(writer));
+        let close_writer = state.writers == 0 || !goes_on || outgrown;
         let ranges = Arc::new(ranges);
         state.flushing = Some(Arc::clone(&ranges));
         state.busy = true;
@@ -427,15 +512,17 @@ impl Flusher {
                 let from = extent.file_offset.max(start);
                 let to = (extent.file_offset + extent.length).min(end);
                 let mut bytes = vec![0; (to - from) as usize];
-                match read_extents(
-                    &*self.store,
-                    &self.flash,
+                let placed = Placed {
+                    store: &*self.store,
+                    segments: &self.segments,
                     ino,
-                    std::slice::from_ref(extent),
-                    from,
-                    &mut bytes,
-                ) {
+                    at: At::Latest,
+                    // Nobody's flush waits for the object tier: what is there alone can be rewritten later.
+                    fetch: Fetch::Refuse,
+                };
+                match placed.read(std::slice::from_ref(extent), from, &mut bytes) {
                     Ok(()) => beneath.write(from, &bytes),
+                    Err(error) if is_not_here(&error) => {}
                     // Damaged bytes stay where they are, to be reported to whoever reads them.
                     Err(error) => {
                         tracing::warn!(ino = ino.0, %error, "a fragmented stretch cannot be rewritten")
@@ -508,10 +595,7 @@ impl Flusher {
         }
         if let Some(writer) = taken.writer.take() {
             if committed.is_ok() && taken.close_writer {
-                let segment = writer.segment();
-                if let Err(error) = writer.close().and_then(|()| withdraw(&*self.store, segment)) {
-                    tracing::error!(%segment, %error, "a file segment could not be closed; the next start recovers it");
-                }
+                self.close_writer(writer);
             } else {
                 state.writer = Some(writer);
             }
@@ -598,9 +682,11 @@ impl Flusher {
         let mut writer = match taken.writer.take() {
             Some(writer) => writer,
             None => {
-                let segment = SegmentId::generate();
-                announce(&*self.store, segment, SegmentKind::File, self.session)?;
-                self.flash.create_file_segment(segment, self.origin_of(taken, 0))?
+                let segment = self.announcements.announce(SegmentKind::File)?;
+                self.flash.create_file_segment(segment, self.origin_of(taken, 0)).inspect_err(|error| {
+                    let _ = self.flash.remove(segment, SegmentKind::File);
+                    self.announcements.dropped(segment, error);
+                })?
             }
         };
         let segment = writer.segment();
@@ -619,8 +705,14 @@ impl Flusher {
                 }
             }
         }
+        self.announcements.grown(segment, writer.bytes());
         taken.writer = Some(writer);
         appended
+    }
+
+    fn close_writer(&self, writer: FileSegmentWriter) {
+        let (segment, bytes) = (writer.segment(), writer.bytes());
+        self.announcements.closed(segment, SegmentKind::File, bytes, writer.close());
     }
 
     /// Step 3; after a failed append the bytes go back to being dirty, beneath what was written since.
@@ -750,6 +842,9 @@ impl Flusher {
                 // Nothing may have been due: see whether what is left can be written now.
                 outcome = self.flush_all();
             }
+            if self.uploads().is_some() {
+                self.packs.cut_older(OPEN_AGE_MAX);
+            }
             drop(working);
             self.gate.set_failing(outcome.as_ref().err());
             if outcome.is_err() {
@@ -787,18 +882,16 @@ impl Flusher {
             self.flush_inode(pin, Inline::Leave)?;
             state = pin.lock_idle();
         }
-        self.abandon_writer(pin, &mut state);
+        self.abandon_writer(&mut state);
         Ok(())
     }
 
     /// Closes the inode's file segment, whatever of it is committed. The collector sees to what nothing names.
-    pub fn abandon_writer(&self, pin: &Live, state: &mut State) {
+    pub fn abandon_writer(&self, state: &mut State) {
         if let Some(writer) = state.writer.take() {
             let segment = writer.segment();
-            if let Err(error) = writer.close().and_then(|()| withdraw(&*self.store, segment)) {
-                tracing::error!(ino = pin.ino.0, %segment, %error, "a file segment could not be closed; the next start recovers it");
-            }
-            self.collector.note_segments([segment]);
+            self.close_writer(writer);
+            self.collector.note_segments([(segment, SegmentKind::File)]);
         }
     }
 

@@ -43,6 +43,11 @@ impl Gate {
         self.used() > self.bytes_max / 4 * 3
     }
 
+    /// Whether so many more bytes may have to wait.
+    pub fn is_near(&self, bytes: u64) -> bool {
+        self.used() + bytes > self.bytes_max / 8 * 7
+    }
+
     pub fn acquire(&self, bytes: u64, wake: impl Fn()) -> Result<()> {
         self.check()?;
         let mut used = self.lock();

@@ -8,9 +8,13 @@
 //! | `file` | open files: read, write, truncate, fsync |
 //! | `flush` | the road of dirty bytes: segment, fdatasync, metadata commit |
 //! | `gate` | the bound of dirty memory |
-//! | `packs` | the open pack, its announcement and its close |
+//! | `announce` | a segment's announcement: what is unfinished, for recovery and uploads |
+//! | `packs` | the open pack |
 //! | `room` | what is kept of a full disk |
 //! | `placed` | reading what extents name |
+//! | `segments`, `remote` | bytes of segments wherever they are: flash, object tier; fetching, eviction |
+//! | `tiers`, `tiering` | the object tier as a whole; where files are, by path |
+//! | `uploads` | dirty segments on their way into the object tier |
 //! | `directory`, `xattr` | listings, extended attributes |
 //! | `by_path`, `put` | the same by path and identity, with permission checks; bulk import |
 //! | `seal`, `sealed` | freezing a subtree; reading it without locks |
@@ -26,6 +30,7 @@
 //! Locks are taken in this order: directory stripes (by index), live inodes (by number), the open pack, the
 //! store. No lock is held while a kernel is notified.
 
+mod announce;
 mod by_path;
 mod changes;
 mod collect;
@@ -42,11 +47,16 @@ mod packs;
 mod past;
 mod placed;
 mod put;
+mod remote;
 mod room;
 mod seal;
 mod sealed;
+mod segments;
 mod snapshots;
+mod tiering;
+mod tiers;
 mod types;
+mod uploads;
 mod versions;
 mod volume;
 mod xattr;
@@ -57,10 +67,14 @@ pub use diff::{ChangeKind, Difference};
 pub use directory::OpenDir;
 pub use file::OpenFile;
 pub use headrace_format::record::{FileKind, Snapshot};
+pub use headrace_object::Location;
 pub use past::FOLDER_NAME as SNAPSHOTS_FOLDER;
 pub use sealed::SealedView;
+pub use segments::is_not_here;
 pub use snapshots::Restored;
+pub use tiers::TierStatus;
 pub use types::{
-    Attr, Change, DirItem, Identity, NewInode, OpenMode, Origin, RenameMode, SetAttr, Statfs, VolumeOptions,
+    Attr, Change, CreateOptions, DirItem, Identity, NewInode, OpenMode, Origin, RenameMode, SetAttr, Statfs,
+    VolumeOptions,
 };
 pub use volume::Volume;

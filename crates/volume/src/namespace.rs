@@ -510,7 +510,7 @@ impl Volume {
         ];
         let dropped = self.drop_link(&pin, &mut state, now, &mut preconditions, &mut writes);
         self.commit(Commit { preconditions, writes })?;
-        self.dropped(&pin, &mut state, dropped);
+        self.dropped(&mut state, dropped);
         drop(state);
         self.changes.tell(origin, || {
             vec![Change::Entry(parent, name.to_vec()), Change::Inode(parent), Change::Inode(dentry.ino)]
@@ -546,20 +546,20 @@ impl Volume {
         after
     }
 
-    pub(crate) fn dropped(&self, pin: &Pin, state: &mut State, after: Inode) {
+    pub(crate) fn dropped(&self, state: &mut State, after: Inode) {
         state.inode = after;
         if state.inode.nlink == 0 && state.opens == 0 {
-            self.forget_bytes(pin, state);
+            self.forget_bytes(state);
         }
     }
 
     /// The inode is gone from the store: nothing of it needs to be flushed any more.
-    pub(crate) fn forget_bytes(&self, pin: &Pin, state: &mut State) {
+    pub(crate) fn forget_bytes(&self, state: &mut State) {
         state.removed = true;
         self.flusher.gate.release(state.dirty.bytes());
         state.dirty = Default::default();
         state.uncommitted = false;
-        self.flusher.abandon_writer(pin, state);
+        self.flusher.abandon_writer(state);
         self.collector.note_extents(state.extents.iter());
     }
 
@@ -762,8 +762,8 @@ impl Volume {
                 });
             }
         }
-        if let (Some(pin), Some(state), Some(after)) = (&replaced, &mut replaced_state, dropped) {
-            self.dropped(pin, state, after);
+        if let (Some(state), Some(after)) = (&mut replaced_state, dropped) {
+            self.dropped(state, after);
         }
         drop((moved_state, replaced_state));
         if let Some((target, _)) = target.filter(|(target, _)| target.kind == FileKind::Directory) {

@@ -1,16 +1,17 @@
 //! The open pack: announced before its first byte, shared by whoever flushes, closed at 64 MiB.
 //!
-//! Its announcement stays in the store until it is closed, and every commit that names it requires the
-//! announcement; so a commit can never name a pack that recovery or the collector has taken away.
+//! Its announcement stays in the store at least until it is closed (`announce`), and every commit that names it
+//! requires the announcement; so a commit can never name a pack that recovery or the collector has taken away.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-use headrace_base::{Error, MIB, Result, SegmentId, SessionId};
+use headrace_base::{Error, MIB, Result, SegmentId, time};
 use headrace_flash::{Flash, PackRecord, PackSyncer, PackWriter, Placed};
-use headrace_format::key;
-use headrace_format::record::{Pending, SegmentKind};
-use headrace_meta::{Commit, CommitError, Durability, MetaStore, Precondition, Write};
+use headrace_format::record::SegmentKind;
+use headrace_meta::{Commit, CommitError, Durability, MetaStore};
 
+use crate::announce::Announcements;
 use crate::room::Room;
 
 /// Large enough that one object per pack is cheap to store and to fetch, small enough to fetch whole.
@@ -20,6 +21,7 @@ pub const PACK_BYTES: u64 = 64 * MIB;
 #[derive(Debug)]
 pub struct OpenPack {
     pub segment: SegmentId,
+    opened: Instant,
     writer: Mutex<PackWriter>,
     syncer: PackSyncer,
     /// Bytes that an fdatasync has covered. Whoever syncs holds it: those who wait find the work done.
@@ -48,16 +50,16 @@ impl OpenPack {
 #[derive(Debug)]
 pub struct Packs {
     flash: Arc<Flash>,
-    store: Arc<dyn MetaStore>,
-    session: SessionId,
+    announcements: Arc<Announcements>,
     room: Arc<Room>,
+    bytes_max: u64,
     current: Mutex<Option<Arc<OpenPack>>>,
 }
 
 impl Packs {
-    pub fn new(flash: Arc<Flash>, store: Arc<dyn MetaStore>, room: Arc<Room>) -> Packs {
-        let session = store.session();
-        Packs { flash, store, session, room, current: Mutex::new(None) }
+    pub fn new(flash: Arc<Flash>, announcements: Arc<Announcements>, room: Arc<Room>) -> Packs {
+        let bytes_max = room.segment_bytes_max().min(PACK_BYTES);
+        Packs { flash, announcements, room, bytes_max, current: Mutex::new(None) }
     }
 
     /// Appends one frame. The pack must be given back with `release` once the records are committed.
@@ -67,20 +69,18 @@ impl Packs {
         let pack = match current.as_ref() {
             Some(pack) => Arc::clone(pack),
             None => {
-                let segment = SegmentId::generate();
-                announce(&*self.store, segment, SegmentKind::Pack, self.session)?;
-                headrace_base::crash::point("after-announce");
+                let segment = self.announcements.announce(SegmentKind::Pack)?;
                 let writer = match self.flash.create_pack(segment) {
                     Ok(writer) => writer,
                     Err(error) => {
-                        // Nothing came of it. If even that cannot be said, recovery finds the announcement.
                         let _ = self.flash.remove(segment, SegmentKind::Pack);
-                        let _ = withdraw(&*self.store, segment);
+                        self.announcements.dropped(segment, &error);
                         return Err(error);
                     }
                 };
                 let pack = Arc::new(OpenPack {
                     segment,
+                    opened: time::monotonic_now(),
                     syncer: writer.syncer(),
                     writer: Mutex::new(writer),
                     synced: Mutex::new(0),
@@ -91,7 +91,8 @@ impl Packs {
         };
         let mut writer = pack.lock();
         let placed = writer.append(records);
-        let full = writer.bytes() >= PACK_BYTES;
+        let full = writer.bytes() >= self.bytes_max;
+        self.announcements.grown(pack.segment, writer.bytes());
         drop(writer);
         let retired = if full || placed.is_err() { current.take() } else { None };
         drop(current);
@@ -113,10 +114,29 @@ impl Packs {
         if let Some(pack) = Arc::into_inner(pack) {
             let segment = pack.segment;
             let writer = pack.writer.into_inner().unwrap_or_else(PoisonError::into_inner);
-            let closed = writer.close().and_then(|()| withdraw(&*self.store, segment));
-            if let Err(error) = closed {
-                tracing::error!(%segment, %error, "a pack could not be closed; the next start recovers it");
-            }
+            let bytes = writer.bytes();
+            self.announcements.closed(segment, SegmentKind::Pack, bytes, writer.close());
+        }
+    }
+
+    /// Closes the current pack if it is one of these: what is in it is to be uploaded.
+    pub fn cut(&self, segments: &[SegmentId]) {
+        self.cut_if(|pack| segments.contains(&pack.segment));
+    }
+
+    /// Closes the current pack if it has been open for so long.
+    pub fn cut_older(&self, age: Duration) {
+        let now = time::monotonic_now();
+        self.cut_if(|pack| now.duration_since(pack.opened) >= age);
+    }
+
+    fn cut_if(&self, due: impl Fn(&OpenPack) -> bool) {
+        let retired = {
+            let mut current = self.lock();
+            if current.as_deref().is_some_and(due) { current.take() } else { None }
+        };
+        if let Some(pack) = retired {
+            self.release(pack);
         }
     }
 
@@ -131,26 +151,6 @@ impl Packs {
     fn lock(&self) -> MutexGuard<'_, Option<Arc<OpenPack>>> {
         self.current.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Says that this session is about to write the segment.
-pub fn announce(
-    store: &dyn MetaStore,
-    segment: SegmentId,
-    kind: SegmentKind,
-    session: SessionId,
-) -> Result<()> {
-    let pending = Pending { session, kind };
-    let commit = Commit {
-        preconditions: vec![Precondition::Absent(key::pending(segment))],
-        writes: vec![Write::Put(key::pending(segment), pending.encode())],
-    };
-    must_commit(store, commit)
-}
-
-/// The segment is closed, or was abandoned: from now on only what names it keeps it.
-pub fn withdraw(store: &dyn MetaStore, segment: SegmentId) -> Result<()> {
-    must_commit(store, Commit { preconditions: vec![], writes: vec![Write::Delete(key::pending(segment))] })
 }
 
 /// For commits whose preconditions only a fault of ours can break.

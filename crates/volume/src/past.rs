@@ -24,7 +24,7 @@ use headrace_meta::At;
 use crate::extents;
 use crate::live::{load_extents, load_inode, no_inode};
 use crate::namespace::{exists, no_name, not_a_directory, shown};
-use crate::placed::read_extents_at;
+use crate::segments::Fetch;
 use crate::types::{Attr, DirItem};
 use crate::versions::VersionPin;
 use crate::volume::Volume;
@@ -393,23 +393,27 @@ impl Volume {
         Ok(PastFile { past, ino, inode, extents })
     }
 
-    pub(crate) fn read_past(&self, file: &PastFile, offset: u64, out: &mut [u8]) -> Result<usize> {
+    pub(crate) fn read_past(
+        &self,
+        file: &PastFile,
+        offset: u64,
+        out: &mut [u8],
+        fetch: Fetch,
+    ) -> Result<usize> {
         let length = file.inode.size.saturating_sub(offset).min(out.len() as u64) as usize;
         if length == 0 {
             return Ok(0);
         }
         let out = &mut out[..length];
         let needed = extents::touching(&file.extents, offset, offset + length as u64);
-        read_extents_at(&*self.store, &self.flash, file.ino, needed, offset, out, file.past.at()).map_err(
-            |error| {
-                error.context(format_args!(
-                    "file {:?} (inode {}) of snapshot {:?}",
-                    shown(&self.names.path(file.ino())),
-                    file.ino,
-                    shown(&file.past.name)
-                ))
-            },
-        )?;
+        self.placed(file.ino, file.past.at(), fetch).read(needed, offset, out).map_err(|error| {
+            error.context(format_args!(
+                "file {:?} (inode {}) of snapshot {:?}",
+                shown(&self.names.path(file.ino())),
+                file.ino,
+                shown(&file.past.name)
+            ))
+        })?;
         self.counters.read_bytes.increment(length as u64);
         Ok(length)
     }

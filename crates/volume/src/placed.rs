@@ -1,55 +1,49 @@
 //! Reads the bytes that extents name, wherever they lie: packs, file segments, the metadata store.
 
 use headrace_base::{Error, Ino, Result};
-use headrace_flash::Flash;
 use headrace_format::key;
 use headrace_format::record::{Extent, Place};
 use headrace_meta::{At, MetaStore};
 
-/// Fills `out` from `offset` of a file whose extents there are `needed`; zeros where there is none.
-pub fn read_extents(
-    store: &dyn MetaStore,
-    flash: &Flash,
-    ino: Ino,
-    needed: &[Extent],
-    offset: u64,
-    out: &mut [u8],
-) -> Result<()> {
-    read_extents_at(store, flash, ino, needed, offset, out, At::Latest)
+use crate::segments::{Fetch, Segments};
+
+/// A file whose bytes are read: of which version, and whether the read may wait.
+pub struct Placed<'a> {
+    pub store: &'a dyn MetaStore,
+    pub segments: &'a Segments,
+    pub ino: Ino,
+    pub at: At,
+    pub fetch: Fetch,
 }
 
-/// As `read_extents`, of a version's file.
-pub fn read_extents_at(
-    store: &dyn MetaStore,
-    flash: &Flash,
-    ino: Ino,
-    needed: &[Extent],
-    offset: u64,
-    out: &mut [u8],
-    at: At,
-) -> Result<()> {
-    let end = offset + out.len() as u64;
-    let mut filled = offset;
-    for extent in needed {
-        let from = extent.file_offset.max(offset);
-        let to = (extent.file_offset + extent.length).min(end);
-        out[(filled - offset) as usize..(from - offset) as usize].fill(0);
-        let part = &mut out[(from - offset) as usize..(to - offset) as usize];
-        let skip = from - extent.file_offset;
-        match &extent.place {
-            Place::Pack { segment, offset, check } => {
-                flash.read_pack(*segment, offset + skip, check, part)?
+impl Placed<'_> {
+    /// Fills `out` from `offset` of the file, whose extents there are `needed`; zeros where there is none.
+    pub fn read(&self, needed: &[Extent], offset: u64, out: &mut [u8]) -> Result<()> {
+        let end = offset + out.len() as u64;
+        let mut filled = offset;
+        for extent in needed {
+            let from = extent.file_offset.max(offset);
+            let to = (extent.file_offset + extent.length).min(end);
+            out[(filled - offset) as usize..(from - offset) as usize].fill(0);
+            let part = &mut out[(from - offset) as usize..(to - offset) as usize];
+            let skip = from - extent.file_offset;
+            match &extent.place {
+                Place::Pack { segment, offset, check } => {
+                    self.segments.read_pack(*segment, offset + skip, check, part, self.fetch)?
+                }
+                Place::File { segment, offset } => {
+                    self.segments.read_file(*segment, offset + skip, part, self.fetch)?
+                }
+                Place::Inline { .. } => {
+                    let bytes = read_inline(self.store, self.ino, extent, self.at)?;
+                    part.copy_from_slice(&bytes[skip as usize..skip as usize + part.len()]);
+                }
             }
-            Place::File { segment, offset } => flash.read_file(*segment, offset + skip, part)?,
-            Place::Inline { .. } => {
-                let bytes = read_inline(store, ino, extent, at)?;
-                part.copy_from_slice(&bytes[skip as usize..skip as usize + part.len()]);
-            }
+            filled = to;
         }
-        filled = to;
+        out[(filled - offset) as usize..].fill(0);
+        Ok(())
     }
-    out[(filled - offset) as usize..].fill(0);
-    Ok(())
 }
 
 /// The bytes of an inline extent.

@@ -63,7 +63,7 @@ impl Volume {
         }
         self.flusher.room.check_bytes(payload.len() as u64)?;
         let _gate = self.flusher.share_inline();
-        let packs = if payload.len() as u64 <= INLINE_BYTES_MAX {
+        let packs = if payload.len() as u64 <= INLINE_BYTES_MAX && self.segments.remote.is_none() {
             place_inline(&mut planned);
             Vec::new()
         } else {
@@ -79,13 +79,16 @@ impl Volume {
             done.bytes += plan.bytes.len() as u64;
             Ok(())
         });
+        let segments: Vec<_> = packs.iter().map(|pack| pack.segment).collect();
         for pack in packs {
             self.flusher.packs.release(pack);
         }
         self.counters.written_bytes.increment(done.bytes);
         outcome?;
         if durable {
+            let waits = self.flusher.hurry(segments);
             self.store.sync()?;
+            self.flusher.wait_clean(&waits)?;
         }
         Ok(done)
     }
@@ -263,8 +266,8 @@ impl Volume {
             Err(CommitError::Failed(error)) => return Err(error),
             Err(CommitError::Conflict(_)) => return Err(no_inode(parent)),
         }
-        if let (Some(pin), Some(state), Some(after)) = (&replaced, &mut replaced_state, dropped) {
-            self.dropped(pin, state, after);
+        if let (Some(state), Some(after)) = (&mut replaced_state, dropped) {
+            self.dropped(state, after);
         }
         drop(replaced_state);
         if matches!(plan.extent, Some((_, None))) {

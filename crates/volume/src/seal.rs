@@ -194,7 +194,7 @@ impl Volume {
         }
         let file =
             File::open(&path).map_err(|cause| Error::io(format_args!("open {}", path.display()), cause))?;
-        let view = Arc::new(SealedView::open(id, file, Arc::clone(&self.flash), pin)?);
+        let view = Arc::new(SealedView::open(id, file, Arc::clone(&self.segments), pin)?);
         views.retain(|_, view| view.strong_count() > 0);
         views.insert(id, Arc::downgrade(&view));
         Ok(view)

@@ -7,15 +7,16 @@ use std::sync::Arc;
 use headrace_base::error::errno;
 use headrace_base::ids::SealId;
 use headrace_base::{Error, Result, Version, crc32c};
-use headrace_flash::Flash;
 use headrace_format::manifest::{Manifest, Place};
 use headrace_format::message;
+use headrace_format::record::SegmentKind;
 use memmap2::Mmap;
 use serde_bytes::ByteBuf;
 
 use crate::by_path::Access;
 use crate::namespace::shown;
 use crate::seal::no_sample;
+use crate::segments::{Fetch, Segments};
 use crate::types::Identity;
 use crate::versions::VersionPin;
 
@@ -24,14 +25,19 @@ pub struct SealedView {
     id: SealId,
     file: File,
     manifest: Manifest<Mmap>,
-    flash: Arc<Flash>,
+    segments: Arc<Segments>,
     /// Keeps what the view names, also when its seal is deleted.
     _version: VersionPin,
     read_bytes: metrics::Counter,
 }
 
 impl SealedView {
-    pub(crate) fn open(id: SealId, file: File, flash: Arc<Flash>, version: VersionPin) -> Result<SealedView> {
+    pub(crate) fn open(
+        id: SealId,
+        file: File,
+        segments: Arc<Segments>,
+        version: VersionPin,
+    ) -> Result<SealedView> {
         // SAFETY: the engine writes a manifest once, under another name, and never changes or shortens it; the
         // volume's folder belongs to the engine's user alone.
         let map = unsafe { Mmap::map(&file) }
@@ -44,7 +50,7 @@ impl SealedView {
             id,
             file,
             manifest,
-            flash,
+            segments,
             _version: version,
             read_bytes: metrics::counter!("headrace_read_bytes_total"),
         })
@@ -165,6 +171,24 @@ impl SealedView {
         who.is_root()
     }
 
+    /// Starts fetching what of a sample is not on flash, and waits for nothing.
+    pub fn prefetch(&self, index: u64) {
+        if self.segments.remote.is_none() || index >= self.samples() {
+            return;
+        }
+        for extent in self.manifest.extents(index) {
+            match extent.place {
+                Place::Pack { segment, offset, .. } => {
+                    self.segments.prefetch(segment, SegmentKind::Pack, offset, extent.length);
+                }
+                Place::File { segment, offset } => {
+                    self.segments.prefetch(segment, SegmentKind::File, offset, extent.length);
+                }
+                Place::Inline { .. } => {}
+            }
+        }
+    }
+
     /// Fills `out`, exactly `sample_bytes(index)` long, verified.
     pub fn read_sample(&self, index: u64, out: &mut [u8]) -> Result<()> {
         self.check(index)?;
@@ -178,9 +202,9 @@ impl SealedView {
             let part = &mut out[start..end];
             match extent.place {
                 Place::Pack { segment, offset, check } => {
-                    self.flash.read_pack(segment, offset, &check.to_record(), part)
+                    self.segments.read_pack(segment, offset, &check.to_record(), part, Fetch::Wait)
                 }
-                Place::File { segment, offset } => self.flash.read_file(segment, offset, part),
+                Place::File { segment, offset } => self.segments.read_file(segment, offset, part, Fetch::Wait),
                 Place::Inline { bytes, crc } if crc32c(bytes) == crc => {
                     part.copy_from_slice(bytes);
                     Ok(())

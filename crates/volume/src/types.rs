@@ -3,6 +3,7 @@
 use headrace_base::Ino;
 use headrace_base::time::Timestamp;
 use headrace_format::record::{Content, FileKind, Inode};
+use headrace_object::Location;
 
 /// Who asks, for methods by path. Root passes every check.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -142,6 +143,15 @@ pub enum Change {
     Inode(Ino),
     /// A name in a directory.
     Entry(Ino, Vec<u8>),
+}
+
+/// What a new volume is to be.
+#[derive(Clone, Debug, Default)]
+pub struct CreateOptions {
+    /// Where its segments are to be durable. None: on this disk.
+    pub object: Option<Location>,
+    /// With an object tier: what its segments may take of this disk. None: most of what is free.
+    pub flash_bytes_max: Option<u64>,
 }
 
 #[derive(Clone, Debug)]

@@ -31,8 +31,10 @@ use headrace_format::record::{
 };
 use headrace_format::{FORMAT, key};
 use headrace_meta::{At, Commit, MetaStore, Precondition, SqliteStore, Write};
+use headrace_object::{Location, ObjectTier};
 use serde::{Deserialize, Serialize};
 
+use crate::announce::Announcements;
 use crate::changes::{Changes, Subscription};
 use crate::collect::Collector;
 use crate::flush::Flusher;
@@ -42,7 +44,9 @@ use crate::packs::must_commit;
 use crate::past::{INO_MAX, Pasts};
 use crate::room::Room;
 use crate::seal::OpenSeals;
-use crate::types::{Origin, Statfs, VolumeOptions};
+use crate::segments::Segments;
+use crate::tiers::{self, TierStatus, Tiers};
+use crate::types::{CreateOptions, Origin, Statfs, VolumeOptions};
 use crate::versions::{Cleaner, Pinned, recorded_versions};
 
 const MARKER: &str = "HEADRACE";
@@ -57,6 +61,8 @@ const INO_BLOCK: u64 = 1024;
 /// caches, indexes, stacks and code.
 const DIRTY_SHARE: u64 = 5;
 const BUFFERS_SHARE: u64 = 3;
+/// The size of a volume with an object tier, as statfs tells it: 1 PiB.
+const OBJECT_TIER_BYTES: u64 = 1 << 50;
 
 #[derive(Serialize, Deserialize)]
 struct Marker {
@@ -64,6 +70,11 @@ struct Marker {
     format: u32,
     volume: String,
     created_ns: i64,
+    /// None: its segments are durable in the folder itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    object: Option<Location>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    flash_bytes_max: Option<u64>,
 }
 
 #[derive(Debug)]
@@ -80,6 +91,8 @@ pub struct Volume {
     budget: Arc<Budget>,
     pub(crate) store: Arc<dyn MetaStore>,
     pub(crate) flash: Arc<Flash>,
+    pub(crate) segments: Arc<Segments>,
+    pub(crate) tiers: Option<Tiers>,
     pub(crate) live: Arc<LiveTable>,
     pub(crate) names: Arc<Names>,
     pub(crate) flusher: Arc<Flusher>,
@@ -102,6 +115,12 @@ pub struct Volume {
 impl Volume {
     /// Makes a new volume in `folder` (made when missing, must be empty). The caller owns its root.
     pub fn create(folder: &Path) -> Result<VolumeId> {
+        Volume::create_with(folder, &CreateOptions::default())
+    }
+
+    /// The same with an object tier: the store is probed, and the prefix, which must be no other volume's, is this
+    /// volume's from then on.
+    pub fn create_with(folder: &Path, options: &CreateOptions) -> Result<VolumeId> {
         let shown = folder.display();
         if folder.join(MARKER).exists() {
             return Err(Error::errno(errno::EEXIST, format!("{shown} is a volume already")));
@@ -136,11 +155,33 @@ impl Volume {
                 _ => {}
             }
         }
-        let id = VolumeId::generate();
         let now = time::wall_now();
-        let marker =
-            Marker { headrace: "volume".into(), format: FORMAT, volume: id.to_string(), created_ns: now.0 };
+        // A creation that was cut short may have marked the bucket already: it goes on under the same name.
+        let earlier = earlier_marker(&mut unfinished).filter(|marker| marker.object == options.object);
+        let id = match earlier {
+            Some(marker) => marker.volume.parse()?,
+            None => VolumeId::generate(),
+        };
+        let marker = Marker {
+            headrace: "volume".into(),
+            format: FORMAT,
+            volume: id.to_string(),
+            created_ns: now.0,
+            object: options.object.clone(),
+            flash_bytes_max: options.flash_bytes_max,
+        };
+        if options.object.is_none() && options.flash_bytes_max.is_some() {
+            return Err(Error::invalid("a size of the flash tier needs an object tier: give --object too"));
+        }
+        let tier = options.object.clone().map(ObjectTier::open).transpose()?;
+        if let Some(tier) = &tier {
+            tiers::check_flash_bytes_max(folder, options.flash_bytes_max)?;
+            tier.probe()?;
+        }
         write_marker(&mut unfinished, folder, &marker)?;
+        if let Some(tier) = &tier {
+            tiers::claim(tier, &id, FORMAT, now)?;
+        }
         for part in PARTS {
             fs::create_dir(folder.join(part))
                 .map_err(|cause| Error::io(format_args!("make folder {shown}/{part}"), cause))?;
@@ -195,17 +236,30 @@ impl Volume {
         let store: Arc<dyn MetaStore> =
             Arc::new(SqliteStore::open(&database, SessionId::generate(), session_record(now))?);
         let flash = Flash::open(&folder.join("segments"), options.open_files_max)?;
+        let tiers = marker
+            .object
+            .map(|location| Tiers::open(location, id, &flash, marker.flash_bytes_max))
+            .transpose()?;
+        let segments = Arc::new(Segments {
+            flash: Arc::clone(&flash),
+            remote: tiers.as_ref().map(|tiers| Arc::clone(&tiers.remote)),
+        });
         let live = Arc::new(LiveTable::default());
         let names = Arc::new(Names::default());
         let mut recovery = Vec::new();
-        let crashed = recover(&*store, &flash, &mut recovery)?;
+        let crashed = recover(&*store, &segments, &mut recovery)?;
+        if let Some(tiers) = &tiers {
+            tiers.remote.adopt()?;
+        }
         let pinned = Arc::new(Pinned::default());
-        let collector = Arc::new(Collector::new(Arc::clone(&store), Arc::clone(&flash), Arc::clone(&pinned)));
+        let collector =
+            Arc::new(Collector::new(Arc::clone(&store), Arc::clone(&segments), Arc::clone(&pinned)));
         let cleaner = Arc::new(Cleaner::new(Arc::clone(&store), Arc::clone(&collector), pinned)?);
-        let room = Arc::new(Room::new(Arc::clone(&flash))?);
+        let room = Arc::new(Room::new(Arc::clone(&flash), segments.remote.clone())?);
+        let uploads = tiers.as_ref().map(|tiers| Arc::clone(&tiers.remote.uploads));
         let flusher = Arc::new(Flusher::new(
-            Arc::clone(&store),
-            Arc::clone(&flash),
+            Arc::clone(&segments),
+            Arc::new(Announcements::new(Arc::clone(&store), uploads)),
             Arc::clone(&live),
             Arc::clone(&names),
             Arc::clone(&collector),
@@ -218,7 +272,8 @@ impl Volume {
             }
         }
         if crashed {
-            collector.note_segments(flash.list()?.into_iter().map(|file| file.segment));
+            collector.note_segments(flash.list()?.into_iter().map(|file| (file.segment, file.kind)));
+            collector.note_crash();
         }
         for line in &recovery {
             tracing::warn!("{line}");
@@ -230,6 +285,8 @@ impl Volume {
             budget: Budget::new("batches and messages", options.memory_bytes_max / BUFFERS_SHARE),
             store,
             flash,
+            segments,
+            tiers,
             live,
             names,
             flusher,
@@ -255,6 +312,9 @@ impl Volume {
         let mut threads = volume.threads.lock().unwrap_or_else(PoisonError::into_inner);
         threads.push(thread::spawn("flusher", move || flusher.run())?);
         threads.push(thread::spawn("collector", move || collector.run(&live))?);
+        if let Some(tiers) = &volume.tiers {
+            threads.extend(tiers.start(&volume.store, &volume.flusher)?);
+        }
         let cleaner = Arc::clone(&volume.cleaner);
         threads.push(thread::spawn("cleaner", move || cleaner.run())?);
         drop(threads);
@@ -271,6 +331,13 @@ impl Volume {
         self.cleaner.stop();
         self.collector.stop();
         self.flusher.stop();
+        if self.tiers.is_some() {
+            // What is written goes into the object tier if that takes it; else it stays dirty here, for the next start.
+            let drained = self.flusher.sync_all();
+            if let Some(tiers) = &self.tiers {
+                tiers.finish(drained.is_ok());
+            }
+        }
         for thread in self.threads.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
             let _ = thread.join();
         }
@@ -305,6 +372,9 @@ impl Volume {
     /// Conditions that a person should know of.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
+        if let Some(tiers) = &self.tiers {
+            warnings.extend(tiers.warnings());
+        }
         if let Some(failing) = self.flusher.gate.failing() {
             warnings.push(format!("written data cannot be stored: {failing}"));
         }
@@ -329,6 +399,16 @@ impl Volume {
         self.flusher.gate.used()
     }
 
+    /// Whether a write of so many bytes may have to wait for the object tier: for threads that others wait for.
+    pub fn writes_may_wait(&self, bytes: u64) -> bool {
+        self.tiers.is_some() && (self.flusher.gate.is_near(bytes) || self.flusher.room.is_near(bytes))
+    }
+
+    /// None: the volume has no object tier.
+    pub fn tier_status(&self) -> Option<TierStatus> {
+        self.tiers.as_ref().map(Tiers::status)
+    }
+
     /// How many segments there are, and their bytes. Reads the folder.
     pub fn segments(&self) -> Result<(u64, u64)> {
         let files = self.flash.list()?;
@@ -336,7 +416,11 @@ impl Volume {
     }
 
     pub fn statfs(&self) -> Result<Statfs> {
-        let (bytes_total, bytes_free, bytes_available) = self.flash.space()?;
+        let (bytes_total, bytes_free, bytes_available) = match &self.tiers {
+            // A bucket has no end; what is shown leaves room for sums in programs that add it up.
+            Some(_) => (OBJECT_TIER_BYTES, OBJECT_TIER_BYTES, OBJECT_TIER_BYTES),
+            None => self.flash.space()?,
+        };
         let numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
         let inodes_used = match *numbers {
             (0, 0) => {
@@ -357,7 +441,16 @@ impl Volume {
 
     /// Everything written before is durable when it returns.
     pub fn sync(&self) -> Result<()> {
-        self.flusher.flush_all()
+        let waits = self.flusher.sync_all()?;
+        self.flusher.wait_clean(&waits)
+    }
+
+    /// `sync` that does not wait for the object tier: `done` is called when it is over, on this thread or another.
+    pub fn start_sync(&self, done: impl FnOnce(Result<()>) + Send + 'static) {
+        match self.flusher.sync_all() {
+            Ok(waits) => self.flusher.when_clean(&waits, done),
+            Err(error) => done(Err(error)),
+        }
     }
 
     pub fn subscribe(&self, origin: Origin) -> Subscription {
@@ -443,6 +536,15 @@ fn take_unfinished(folder: &Path) -> Result<File> {
         return Err(Error::errno(errno::EEXIST, format!("{} is a volume already", folder.display())));
     }
     Ok(file)
+}
+
+/// What an earlier attempt, cut short, wrote.
+fn earlier_marker(unfinished: &mut File) -> Option<Marker> {
+    let mut text = String::new();
+    unfinished.rewind().ok()?;
+    unfinished.read_to_string(&mut text).ok()?;
+    unfinished.rewind().ok()?;
+    serde_json::from_str(&text).ok()
 }
 
 fn write_marker(file: &mut File, folder: &Path, marker: &Marker) -> Result<()> {
@@ -536,7 +638,8 @@ fn take_lock(folder: &Path) -> Result<File> {
 }
 
 /// Cleans up after engines that died. True if one did, or left a segment unfinished.
-fn recover(store: &dyn MetaStore, flash: &Arc<Flash>, said: &mut Vec<String>) -> Result<bool> {
+fn recover(store: &dyn MetaStore, segments: &Segments, said: &mut Vec<String>) -> Result<bool> {
+    let flash = &segments.flash;
     let all = |letter: u8| store.scan(&[letter], &[letter + 1], usize::MAX, At::Latest);
     let mut died = 0;
     for (key, value) in all(b'S')? {
@@ -580,7 +683,35 @@ fn recover(store: &dyn MetaStore, flash: &Arc<Flash>, said: &mut Vec<String>) ->
     for (key, value) in pending {
         let pending = Pending::decode(&value)?;
         let Some(segment) = key::id_of(&key).map(SegmentId::from_bytes) else { continue };
-        match flash.recover(segment, pending.kind, ends.get(&segment).copied().unwrap_or(0)) {
+        let named = ends.get(&segment).copied().unwrap_or(0);
+        match flash.recover(segment, pending.kind, named) {
+            // Whole and closed, or made so: it goes on being announced until it is in the object tier.
+            Ok(recovered) if recovered.bytes > 0 && segments.remote.is_some() => {
+                let again = Pending { session: store.session(), kind: pending.kind };
+                must_commit(
+                    store,
+                    Commit { preconditions: vec![], writes: vec![Write::Put(key, again.encode())] },
+                )?;
+                if let Some(remote) = &segments.remote {
+                    let bytes = flash.whole(segment, pending.kind)?.1;
+                    remote.uploads.closed(segment, pending.kind, bytes);
+                }
+                if recovered.truncated_bytes > 0 {
+                    said.push(format!(
+                        "segment {segment} was left open: kept {} bytes, cut {} unfinished ones",
+                        recovered.bytes, recovered.truncated_bytes
+                    ));
+                }
+                continue;
+            }
+            // The copy on flash is damaged or gone, the one in the object tier is not: only the withdrawal of its
+            // announcement was lost.
+            Err(error)
+                if error.kind() == Kind::Corrupt && tiers::is_stored(segments, segment, pending.kind) =>
+            {
+                flash.remove(segment, pending.kind)?;
+                said.push(format!("segment {segment} is read from the object tier: {error}"));
+            }
             Ok(recovered) if recovered.bytes == 0 => {
                 said.push(format!("segment {segment} was announced and holds nothing: removed"));
             }
@@ -604,7 +735,7 @@ fn recover(store: &dyn MetaStore, flash: &Arc<Flash>, said: &mut Vec<String>) ->
 
 /// How far each segment is named by committed extents, in the present and in every readable version. Reads all
 /// inodes: about a second for a million, after a crash only.
-fn named_ends(store: &dyn MetaStore) -> Result<HashMap<SegmentId, u64>> {
+pub fn named_ends(store: &dyn MetaStore) -> Result<HashMap<SegmentId, u64>> {
     let mut ends: HashMap<SegmentId, u64> = HashMap::new();
     let mut note = |extents: &[Extent]| {
         for extent in extents {

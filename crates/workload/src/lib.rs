@@ -9,12 +9,18 @@
 //! | `options` | the command line |
 //! | `layout` | which files there are: names, contents, orders; the same in every phase |
 //! | `phases` | what is timed |
+//! | `store` | what is timed of an object store without a file system between |
 //! | `clock` | threads that start together, and their time |
+//! | `proxy` | a slow store out of a fast one |
+//! | `framing` | where HTTP messages begin and end |
 
 mod clock;
+mod framing;
 mod layout;
 mod options;
 mod phases;
+mod proxy;
+mod store;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -23,6 +29,7 @@ use headrace_base::{Error, Result};
 use serde::Serialize;
 
 pub use options::{Options, Phase};
+pub use proxy::ProxyOptions;
 
 /// What a phase did.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -36,11 +43,28 @@ pub struct Report {
     /// Until everything was durable; null for phases that write nothing.
     pub seconds_with_sync: Option<f64>,
     pub operations_per_second: f64,
+    /// Of create with --fsync: how long the fsyncs took.
+    pub fsync: Option<Latencies>,
     pub verified: bool,
 }
 
-/// `headraced workload`: runs one phase and prints its report as one line of JSON.
+/// How long calls took, each by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Latencies {
+    pub p50_ms: f64,
+    pub p99_ms: f64,
+    pub max_ms: f64,
+}
+
+/// `headraced workload`: runs one phase and prints its report as one line of JSON. `proxy` runs until it is ended.
 pub fn run(arguments: impl Iterator<Item = OsString>) -> Result<()> {
+    let mut arguments = arguments.peekable();
+    if arguments.next_if(|first| first == "proxy").is_some() {
+        return match ProxyOptions::parse(arguments)? {
+            Some(options) => proxy::run(&options),
+            None => print(proxy::USAGE),
+        };
+    }
     let options = match Options::parse(arguments)? {
         Some(options) => options,
         None => return print(options::USAGE),

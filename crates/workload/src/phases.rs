@@ -9,7 +9,7 @@ use std::fs::{self, File};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use headrace_base::error::errno;
@@ -22,15 +22,38 @@ use crate::layout::{
     Contents, LARGE_NAME, REQUEST_BYTES, directories, directory_name, file_name, mix, part, shuffled,
 };
 use crate::options::{Options, Phase};
+use crate::{Latencies, store};
 
 const SMALL_READ_BYTES: u64 = 4096;
 /// As glibc's readdir.
 const LISTING_BYTES: usize = 32 * 1024;
 
 pub fn run(options: &Options) -> Result<Report> {
-    let target = Arc::new(Target::open(options)?);
+    let mut fsync = None;
     let (done, time, time_with_sync) = match options.phase {
-        Phase::Create => create(options, &target)?,
+        Phase::StorePut => store::put(options)?,
+        Phase::StoreGet => store::get(options)?,
+        Phase::StoreGetRanges => store::get_ranges(options)?,
+        _ => on_folder(options, &mut fsync)?,
+    };
+    let seconds = time.as_secs_f64();
+    Ok(Report {
+        workload: options.phase,
+        threads: options.threads,
+        operations: done.operations,
+        bytes: done.bytes,
+        seconds,
+        seconds_with_sync: time_with_sync.map(|time| time.as_secs_f64()),
+        operations_per_second: done.operations as f64 / seconds.max(f64::MIN_POSITIVE),
+        fsync,
+        verified: options.verify,
+    })
+}
+
+fn on_folder(options: &Options, fsync: &mut Option<Latencies>) -> Result<Timed> {
+    let target = Arc::new(Target::open(options)?);
+    Ok(match options.phase {
+        Phase::Create => create(options, &target, fsync)?,
         Phase::Read => read(options, target)?,
         Phase::Stat => stat(options, target)?,
         Phase::List => list(options, target)?,
@@ -43,18 +66,22 @@ pub fn run(options: &Options) -> Result<Report> {
             let time = start.elapsed();
             (Done { operations: 1, bytes: 0 }, time, Some(time))
         }
-    };
-    let seconds = time.as_secs_f64();
-    Ok(Report {
-        workload: options.phase,
-        threads: options.threads,
-        operations: done.operations,
-        bytes: done.bytes,
-        seconds,
-        seconds_with_sync: time_with_sync.map(|time| time.as_secs_f64()),
-        operations_per_second: done.operations as f64 / seconds.max(f64::MIN_POSITIVE),
-        verified: options.verify,
+        Phase::StorePut | Phase::StoreGet | Phase::StoreGetRanges => {
+            return Err(Error::internal("a phase on a store has no folder"));
+        }
     })
+}
+
+impl Latencies {
+    /// Nearest rank; none of nothing.
+    fn of(times: &mut [Duration]) -> Option<Latencies> {
+        times.sort_unstable();
+        let at = |share: f64| {
+            let rank = (times.len() as f64 * share).ceil() as usize;
+            times.get(rank.saturating_sub(1)).map(|time| time.as_secs_f64() * 1e3)
+        };
+        Some(Latencies { p50_ms: at(0.5)?, p99_ms: at(0.99)?, max_ms: at(1.0)? })
+    }
 }
 
 type Timed = (Done, Duration, Option<Duration>);
@@ -167,7 +194,7 @@ fn read_to_end(file: &OwnedFd, out: &mut [u8]) -> rustix::io::Result<usize> {
     Ok(filled)
 }
 
-fn create(options: &Options, target: &Arc<Target>) -> Result<Timed> {
+fn create(options: &Options, target: &Arc<Target>, latencies: &mut Option<Latencies>) -> Result<Timed> {
     for directory in 0..directories(options.files) {
         let path = target.path.join(directory_name(directory));
         match fs::create_dir(&path) {
@@ -181,22 +208,31 @@ fn create(options: &Options, target: &Arc<Target>) -> Result<Timed> {
     let contents = Contents::new(options.size_bytes);
     let (size, fsync, workers) = (options.size_bytes, options.fsync, options.threads);
     let own = Arc::clone(target);
+    let all_fsyncs: Arc<Mutex<Vec<Duration>>> = Arc::default();
+    let collected = Arc::clone(&all_fsyncs);
     let start = time::monotonic_now();
     let (done, time) = together(workers, move |worker| {
         let mut done = Done::default();
-        for file in part(names.len() as u64, worker, workers) {
+        let part_of_worker = part(names.len() as u64, worker, workers);
+        let count = if fsync { part_of_worker.end - part_of_worker.start } else { 0 };
+        let mut fsyncs = Vec::with_capacity(count as usize);
+        for file in part_of_worker {
             let name = &names[file as usize];
             let open = own.open_file(name, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL)?;
             write_all(&open, contents.of(file, size)).map_err(|error| own.failed("write", name, error))?;
             if fsync {
+                let start = time::monotonic_now();
                 rustix::fs::fsync(&open).map_err(|error| own.failed("fsync", name, error))?;
+                fsyncs.push(start.elapsed());
             }
             drop(open);
             done.operations += 1;
             done.bytes += size;
         }
+        collected.lock().unwrap_or_else(|poison| poison.into_inner()).append(&mut fsyncs);
         Ok(done)
     })?;
+    *latencies = Latencies::of(&mut all_fsyncs.lock().unwrap_or_else(|poison| poison.into_inner()));
     let time_with_sync = if fsync {
         time
     } else {
@@ -208,7 +244,8 @@ fn create(options: &Options, target: &Arc<Target>) -> Result<Timed> {
 
 fn read(options: &Options, target: Arc<Target>) -> Result<Timed> {
     let names = names(options.files)?;
-    let order = shuffled(options.files, options.seed);
+    let mut order = shuffled(options.files, options.seed);
+    order.truncate(options.limit.map_or(order.len(), |limit| usize::try_from(limit).unwrap_or(usize::MAX)));
     let contents = Contents::new(options.size_bytes);
     let (size, verify, workers) = (options.size_bytes, options.verify, options.threads);
     let (done, time) = together(workers, move |worker| {
@@ -430,12 +467,18 @@ mod tests {
             assert_eq!(report.operations, 2500, "{line}");
             assert!(report.seconds > 0.0 && report.seconds_with_sync.is_none());
         }
+        let some = phase(&target, &format!("read {FILES} --threads 3 --limit 100 --verify")).unwrap();
+        assert_eq!((some.operations, some.bytes), (100, 300_000));
         assert_eq!(phase(&target, "sync").unwrap().operations, 1);
         // A second create would measure something else.
         let again = phase(&target, &format!("create {FILES}")).unwrap_err();
         assert_eq!(again.raw_errno(), errno::EEXIST);
         let fsynced = phase(&folder.path().join("f"), "create --files 20 --size-bytes 100 --fsync").unwrap();
         assert_eq!(fsynced.seconds_with_sync, Some(fsynced.seconds));
+        let fsync = fsynced.fsync.unwrap();
+        assert!(fsync.p50_ms > 0.0 && fsync.p50_ms <= fsync.p99_ms && fsync.p99_ms <= fsync.max_ms);
+        assert!(fsync.max_ms <= fsynced.seconds * 1e3);
+        assert_eq!(made.fsync, None);
     }
 
     #[test]
@@ -484,6 +527,16 @@ mod tests {
         let changed = phase(folder.path(), &format!("read-large {BYTES} --verify")).unwrap_err();
         assert!(changed.message().contains("MiB 1"), "{changed}");
         assert!(phase(folder.path(), "read-large --bytes 5000001").is_err());
+    }
+
+    #[test]
+    fn latencies_are_nearest_ranks() {
+        let mut times: Vec<_> = (1..=200).rev().map(Duration::from_millis).collect();
+        let expected = Latencies { p50_ms: 100.0, p99_ms: 198.0, max_ms: 200.0 };
+        assert_eq!(Latencies::of(&mut times), Some(expected));
+        let one = Latencies { p50_ms: 7.0, p99_ms: 7.0, max_ms: 7.0 };
+        assert_eq!(Latencies::of(&mut [Duration::from_millis(7)]), Some(one));
+        assert_eq!(Latencies::of(&mut []), None);
     }
 
     #[test]

@@ -9,7 +9,22 @@ import msgspec
 
 from headrace.cli.text import counted, json_name, print_json, printable, shown
 from headrace.client.volume import Volume
-from headrace.units import format_bytes, format_count
+from headrace.model.message import ObjectStatus
+from headrace.units import format_bytes, format_count, format_seconds
+
+
+def _tier_rows(tier: ObjectStatus | None) -> list[tuple[str, str]]:
+    if tier is None:
+        return []
+    held = tier.clean_bytes + tier.dirty_bytes
+    flash = f"{format_bytes(held)} of {format_bytes(tier.flash_bytes_max)}"
+    dirty = "nothing waits for upload"
+    if tier.dirty_segments:
+        dirty = (
+            f"{format_bytes(tier.dirty_bytes)} in {counted(tier.dirty_segments, 'segment', 'segments')} "
+            f"not in the object tier yet, the oldest for {format_seconds(tier.dirty_ms / 1000)}"
+        )
+    return [("object", tier.location), ("flash", f"{flash}; {dirty}")]
 
 
 def print_status(volume: Volume, as_json: bool) -> None:
@@ -60,6 +75,7 @@ def print_status(volume: Volume, as_json: bool) -> None:
             ),
         ),
         ("segments", f"{format_count(status.segments)}, {format_bytes(status.segment_bytes)}"),
+        *_tier_rows(status.object),
         ("disk", f"{format_bytes(space.bytes_available)} free, {used:.0f} % used"),
     ]
     for mount in status.mounts:

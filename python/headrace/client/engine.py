@@ -182,10 +182,25 @@ def check_volume(folder: str) -> Marker:
     return marker
 
 
-def create(volume: str | os.PathLike[str]) -> str:
+def create(
+    volume: str | os.PathLike[str],
+    *,
+    object: str | None = None,
+    endpoint: str | None = None,
+    region: str | None = None,
+    flash_bytes_max: int | None = None,
+) -> str:
     """Makes a volume in a new or empty folder and returns its id. Starts nothing.
 
-    AlreadyExists: there is one. Otherwise the engine's error: a folder that is not empty, no permission.
+    object: `s3://bucket/prefix`, where the files are to be durable; the folder is then a cache of them, of
+    `flash_bytes_max` bytes at most (default: most of what is free on its disk), and holds the metadata.
+    Without it they are durable in the folder. endpoint, region: of the store; default as the AWS tools have
+    it (AWS_ENDPOINT_URL_S3, AWS_REGION). Credentials come from the environment, here and whenever an engine
+    starts, and are kept nowhere. The store is probed first, which takes some twenty requests and 5 MB.
+
+    AlreadyExists: there is a volume, in the folder or under the prefix. Invalid: the store cannot be trusted
+    with a volume (the message says what it does wrong). NotFound: no such bucket. Otherwise the engine's
+    error: a folder that is not empty, no permission.
     """
     folder = volume_folder(volume)
     if os.path.exists(os.path.join(folder, MARKER)):
@@ -193,8 +208,15 @@ def create(volume: str | os.PathLike[str]) -> str:
     whole = volume_of_place(folder)
     if whole is not None and not os.path.lexists(folder):
         raise Invalid(f"{folder} is a place in volume {whole}: give a new folder outside it")
+    given = {
+        "--object": object,
+        "--endpoint": endpoint,
+        "--region": region,
+        "--flash-bytes-max": flash_bytes_max,
+    }
+    options = [f"{name}={value}" for name, value in given.items() if value is not None]
     run = subprocess.run(
-        [find_engine(), "create", "--volume", folder],
+        [find_engine(), "create", "--volume", folder, *options],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         cwd="/",

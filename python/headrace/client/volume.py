@@ -495,6 +495,36 @@ class Volume:
         """Everything written before is durable when this returns."""
         self.call(message.Sync())
 
+    def tier(self, paths: Sequence[Path]) -> message.TierReport:
+        """How many bytes of these files are on flash, and how many of those not in the object tier yet.
+
+        Folders and links count nothing. One message for all paths: some hundred at a time are sensible.
+        """
+        report: message.TierReport = self.call(
+            message.Tier([wire_path(path) for path in paths]), message.TierReport
+        )
+        return report
+
+    def warm(self, paths: Sequence[Path]) -> message.TierReport:
+        """Brings all of these files to flash, in parallel, and waits for it; gives what `tier` says then.
+
+        As far as they fit. Raises Unavailable when the store does not answer for some 30 s.
+        """
+        report: message.TierReport = self.call(
+            message.Warm([wire_path(path) for path in paths]), message.TierReport
+        )
+        return report
+
+    def evict(self, paths: Sequence[Path] | None = None) -> int:
+        """Removes from flash what is in the object tier too, and returns how many bytes that freed.
+
+        Whole segments: those that hold these files, and what else is in them; None: all. What is not in the
+        object tier yet stays. Invalid for a volume without an object tier.
+        """
+        wanted = None if paths is None else [wire_path(path) for path in paths]
+        evicted: message.Evicted = self.call(message.Evict(wanted), message.Evicted)
+        return evicted.bytes
+
     def statfs(self) -> message.StatfsResult:
         """Space, in bytes, of the file system that the volume lies on, and inodes in use."""
         space: message.StatfsResult = self.call(message.Statfs(), message.StatfsResult)

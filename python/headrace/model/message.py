@@ -166,6 +166,21 @@ class MountStatus(msgspec.Struct, frozen=True):
     requests: int
 
 
+class ObjectStatus(msgspec.Struct, frozen=True):
+    """The object tier and what is on its way into it."""
+
+    location: str
+    flash_bytes_max: int
+    # On flash and in the object tier.
+    clean_bytes: int
+    # On flash alone: bytes, segments, how long the oldest has been there.
+    dirty_bytes: int
+    dirty_segments: int
+    dirty_ms: int
+    # What the last upload that failed said; None: uploads work.
+    failing: str | None
+
+
 class EngineStatus(msgspec.Struct, frozen=True):
     """Answer to `Status` (`Status` in Rust)."""
 
@@ -187,6 +202,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     segments: int
     segment_bytes: int
     inodes: int
+    object: ObjectStatus | None
     recovery: list[str]
     warnings: list[str]
 
@@ -380,6 +396,38 @@ class Removexattr(Request):
 
 class Sync(Request):
     pass
+
+
+class Tier(Request):
+    """How much of these files is where. Answer: `TierReport`."""
+
+    paths: list[bytes]
+
+
+class Warm(Request):
+    """Brings all of these files to flash and waits for it. Answer: `TierReport`, as it is then."""
+
+    paths: list[bytes]
+
+
+class Evict(Request):
+    """Removes what is in the object tier too from flash: of these files, or (None) all. Answer: `Evicted`."""
+
+    paths: list[bytes] | None
+
+
+class TierReport(msgspec.Struct, frozen=True):
+    """Bytes of some files by where they are."""
+
+    files: int
+    bytes: int
+    flash_bytes: int
+    # Of those on flash: not in the object tier yet.
+    dirty_bytes: int
+
+
+class Evicted(msgspec.Struct, frozen=True):
+    bytes: int
 
 
 class Statfs(Request):

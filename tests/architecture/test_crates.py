@@ -33,7 +33,7 @@ DOORS = {
     "fuser": {"headrace-fuse"},
     "rusqlite": {"headrace-meta"},
     "axum": {"headrace-node"},
-    "tokio": {"headrace-node"},
+    "tokio": {"headrace-node", "headrace-workload"},
     "metrics-exporter-prometheus": {"headrace-node"},
     "getrandom": {"headrace-base"},
     "ulid": {"headrace-base"},

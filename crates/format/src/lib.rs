@@ -27,4 +27,4 @@ pub const FORMAT: u32 = 1;
 pub const BLOCK: u64 = 4096;
 
 /// Checksums cover this many bytes of a record or file segment each; the last covers what is left.
-pub const CHUNK: u64 = 64 * 1024;
+pub const CHUNK: u64 = 16 * 1024;

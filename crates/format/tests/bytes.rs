@@ -331,10 +331,10 @@ fn damaged_records_say_what_is_wrong() {
             .map(drop)
             .map_err(|error| error.message().to_owned())
     };
-    assert_eq!(check(4096, 0, 65_536, &[1]), Ok(()));
-    assert!(check(4096, 0, 65_536, &[1, 2]).unwrap_err().contains("2 checksums for 65536 bytes"));
+    assert_eq!(check(4096, 0, 16_384, &[1]), Ok(()));
+    assert!(check(4096, 0, 16_384, &[1, 2]).unwrap_err().contains("2 checksums for 16384 bytes"));
     assert!(check(4096, 0, 65_537, &[1]).unwrap_err().contains("1 checksums for 65537 bytes"));
-    assert!(check(65_530, 0, 65_536, &[1]).unwrap_err().contains("ends after its checksums"));
+    assert!(check(16_380, 0, 16_384, &[1]).unwrap_err().contains("ends after its checksums"));
 }
 
 #[test]
@@ -611,7 +611,8 @@ fn three() -> Tree {
         extents: vec![Extent { file_offset: 0, length: size, place }],
         inline,
     };
-    let check = Check { start: 0, covered: 100_000, crcs: [1, 2].into_iter().collect() };
+    let check =
+        Check { start: 0, covered: 100_000, crcs: (1..=100_000_u64.div_ceil(CHUNK) as u32).collect() };
     Tree {
         directories: vec![(b"".to_vec(), 0), (b"a".to_vec(), 0)],
         files: vec![
@@ -654,7 +655,7 @@ fn what_a_reader_relies_on_is_checked_at_open() {
         ("x_offset", 2, u64::MAX, "extent 2"),
         ("x_check_start", 0, 4097, "extent 0"),
         ("x_covered", 0, 94_095, "extent 0"),
-        ("x_covered", 0, 140_000, "2 checksums for 140000"),
+        ("x_covered", 0, 140_000, "7 checksums for 140000"),
         ("seg_kind", 0, 3, "kind 3"),
         ("seg_kind", 0, 2, "extent 0"),
     ] {
@@ -793,7 +794,8 @@ fn large_manifests_spill_and_come_back() {
     let mut writer = ManifestWriter::new(b"", tempfile::tempfile().unwrap()).unwrap();
     writer.directory(b"", 0, 0o755, 0, 0).unwrap();
     let extent = |k: u64| {
-        let check = Check { start: k * 8192, covered: 70_000, crcs: [k as u32, 7].into_iter().collect() };
+        let check =
+            Check { start: k * 8192, covered: 70_000, crcs: [k as u32, 7, 8, 9, 10].into_iter().collect() };
         let place = Place::Pack { segment: SegmentId(u128::from(k / 1000)), offset: k * 8192, check };
         Extent { file_offset: 0, length: 70_000, place }
     };

@@ -98,7 +98,7 @@ fn wire<T: Serialize + DeserializeOwned + PartialEq + Debug>(
 }
 
 /// A new op does not compile until `Request::name` knows it; without an example below, the count differs.
-const OPS: usize = 41;
+const OPS: usize = 44;
 
 fn bytes(text: &[u8]) -> serde_bytes::ByteBuf {
     serde_bytes::ByteBuf::from(text)
@@ -165,6 +165,9 @@ fn requests() -> Vec<Request> {
         Request::Listxattr { path: path() },
         Request::Removexattr { path: path(), name: bytes(b"user.a") },
         Request::Sync {},
+        Request::Tier { paths: vec![bytes(b"/a"), bytes(b"/caf\xE9")] },
+        Request::Warm { paths: vec![bytes(b"/a")] },
+        Request::Evict { paths: None },
         Request::Statfs {},
         Request::Seal { path: bytes(b"/d") },
         Request::OpenSeal { seal: ID.into() },
@@ -342,10 +345,22 @@ fn wire_messages() {
         segments: 3,
         segment_bytes: 1 << 27,
         inodes: 10_002,
+        object: Some(ObjectStatus {
+            location: "s3://bucket/prefix".into(),
+            flash_bytes_max: 1 << 36,
+            clean_bytes: 1 << 30,
+            dirty_bytes: 1 << 20,
+            dirty_segments: 2,
+            dirty_ms: 1500,
+            failing: Some("put s3://bucket/prefix: no".into()),
+        }),
         recovery: vec!["closed one pack segment".into()],
         warnings: vec![],
     };
     wire(into, "answer.status", Answer::Ok(status));
+    let report = TierReport { files: 3, bytes: 1 << 20, flash_bytes: 1 << 19, dirty_bytes: 4096 };
+    wire(into, "answer.tier_report", Answer::Ok(report));
+    wire(into, "answer.evicted", Answer::Ok(Evicted { bytes: 1 << 30 }));
 
     wire(into, "stream_event.batch", StreamEvent::Batch { batch: 17, slot: 1, layout });
     wire(into, "stream_event.end", StreamEvent::End {});
@@ -378,7 +393,8 @@ fn metadata_records() {
     }
     let now = Timestamp(1_760_000_000_123_456_789);
     let segment = SegmentId(0x0199_AF92_B11E_0000_0000_0000_0000_0042);
-    let check = Check { start: 4096, covered: 70_000, crcs: [0xE306_9283, 7].into_iter().collect() };
+    let check =
+        Check { start: 4096, covered: 70_000, crcs: [0xE306_9283, 7, 8, 9, 10].into_iter().collect() };
     let extents = vec![
         Extent { file_offset: 0, length: 60_000, place: Place::Pack { segment, offset: 8192, check } },
         Extent { file_offset: 1 << 20, length: 1 << 24, place: Place::File { segment, offset: 1 << 20 } },
@@ -481,11 +497,14 @@ fn sealed_manifest() {
     let packs = [SegmentId(0x0199_AF92_B11E_0000_0000_0000_0000_0001), SegmentId(2)];
     let large = SegmentId(0x0199_AF92_B11E_0000_0000_0000_0000_0003);
     let pack = |k: usize, offset: u64, length: u64| {
-        let crcs = (0..length.div_ceil(65_536)).map(|chunk| 0x1000 * (k as u32 + 1) + chunk as u32).collect();
+        let crcs = (0..length.div_ceil(headrace_format::CHUNK))
+            .map(|chunk| 0x1000 * (k as u32 + 1) + chunk as u32)
+            .collect();
         Place::Pack { segment: packs[k], offset, check: Check { start: offset, covered: length, crcs } }
     };
     let whole = |place: Place, length: u64| vec![Extent { file_offset: 0, length, place }];
-    let part = Check { start: 65_536, covered: 65_536 + 100, crcs: [11, 12].into_iter().collect() };
+    let part =
+        Check { start: 65_536, covered: 65_536 + 100, crcs: [11, 12, 13, 14, 15].into_iter().collect() };
     let inline = || Place::Inline { slot: 1, offset: 0 };
     let directories: [(&[u8], u32); 6] =
         [(b"", 0), (b"caf\xE9", 0), (b"cat", 0), (b"cat/old", 2), (b"dog", 0), (b"dog/deep", 4)];

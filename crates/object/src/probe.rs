@@ -12,8 +12,8 @@ use headrace_base::{Error, Kind, Result, SegmentId, thread};
 
 use crate::tier::{ObjectTier, Stored};
 
-/// Enough that a store which checks first and writes second is caught nearly always.
-const AT_ONCE: u8 = 8;
+/// A store that ignores conditions is caught by two; more make some stores queue for seconds (SeaweedFS 4.48).
+const AT_ONCE: u8 = 2;
 const BODY_BYTES: usize = 4096;
 
 impl ObjectTier {

@@ -13,12 +13,21 @@ from headrace.errors import HeadraceError, Internal
 from headrace.model.message import ErrorBody
 
 
+class Latencies(msgspec.Struct, frozen=True):
+    """How long calls took, each by itself."""
+
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+
+
 class Measured(NamedTuple):
     """What one phase did in which time; of a phase that writes, until all of it was durable."""
 
     operations: int
     data_bytes: int
     seconds: float
+    fsync: Latencies | None = None
 
     @property
     def per_second(self) -> float:
@@ -35,6 +44,7 @@ class _Line(msgspec.Struct, frozen=True):
     bytes: int = 0
     seconds: float = 0.0
     seconds_with_sync: float | None = None
+    fsync: Latencies | None = None
     error: ErrorBody | None = None
 
 
@@ -59,6 +69,21 @@ class LargeFile(NamedTuple):
         return ["--target", self.folder, "--bytes", str(self.total_bytes)]
 
 
+class StoreObjects(NamedTuple):
+    """Objects of a store: `requests` is a file with a signed target for each (store_client.py)."""
+
+    address: str
+    requests: str
+
+    @property
+    def folder(self) -> str:
+        """What an error names."""
+        return self.address
+
+    def options(self) -> list[str]:
+        return ["--to", self.address, "--requests", self.requests]
+
+
 class Driver:
     """Runs phases one at a time, each in a process of its own that works outside the measured folder."""
 
@@ -77,6 +102,11 @@ class Driver:
         """Opens, reads and closes every file once, shuffled."""
         return self._run("read", files, ["--threads", str(threads)])
 
+    def read_verified(self, files: SmallFiles, threads: int, limit: int, seed: int) -> Measured:
+        """As `read`, the first `limit` files of the order, every byte compared with what create wrote."""
+        options = ["--threads", str(threads), "--limit", str(limit), "--seed", str(seed), "--verify"]
+        return self._run("read", files, options)
+
     def stat(self, files: SmallFiles, threads: int) -> Measured:
         return self._run("stat", files, ["--threads", str(threads)])
 
@@ -94,7 +124,19 @@ class Driver:
     def random_4k(self, file: LargeFile, reads: int, threads: int) -> Measured:
         return self._run("random-4k", file, ["--operations", str(reads), "--threads", str(threads)])
 
-    def _run(self, phase: str, subject: SmallFiles | LargeFile, options: Sequence[str]) -> Measured:
+    def store_put(self, objects: StoreObjects, files: int, size_bytes: int, connections: int) -> Measured:
+        """Puts what `create` would write, an object for each file, without a file system between."""
+        sizes = ["--files", str(files), "--size-bytes", str(size_bytes)]
+        return self._run("store-put", objects, [*sizes, "--threads", str(connections)])
+
+    def store_get_ranges(self, objects: StoreObjects, range_bytes: int, connections: int) -> Measured:
+        """Gets all bytes of objects in ranges, `connections` at a time."""
+        options = ["--range-bytes", str(range_bytes), "--threads", str(connections)]
+        return self._run("store-get-ranges", objects, options)
+
+    def _run(
+        self, phase: str, subject: SmallFiles | LargeFile | StoreObjects, options: Sequence[str]
+    ) -> Measured:
         done = subprocess.run(
             [self._engine, "workload", phase, *subject.options(), *options],
             stdin=subprocess.DEVNULL,
@@ -113,4 +155,4 @@ class Driver:
             raise HeadraceError.of(said.error.kind, said.error.errno, said.error.message)
         if said.seconds <= 0 or not said.operations:
             raise Internal(f"headraced workload {phase} {subject.folder} did nothing: {done.stdout!r}")
-        return Measured(said.operations, said.bytes, said.seconds_with_sync or said.seconds)
+        return Measured(said.operations, said.bytes, said.seconds_with_sync or said.seconds, said.fsync)

@@ -95,15 +95,41 @@ def cli(debug: bool) -> None:
 
 @cli.command()
 @click.argument("volume", type=VOLUME)
+@click.option(
+    "--object",
+    "object_url",
+    metavar="s3://BUCKET/PREFIX",
+    help="Where its files are durable; the folder is then a cache of them, and holds the metadata.",
+)
+@click.option("--endpoint", metavar="URL", help="Of a store that is not Amazon's.")
+@click.option("--region", metavar="NAME", help="Of the bucket. Default: as the AWS tools have it.")
+@click.option(
+    "--flash-bytes-max",
+    type=BYTES,
+    metavar="SIZE",
+    help="With --object: what the folder may take, like 500GiB. Default: most of what is free.",
+)
 @json_option
-def create(volume: str, as_json: bool) -> None:
+def create(
+    volume: str,
+    object_url: str | None,
+    endpoint: str | None,
+    region: str | None,
+    flash_bytes_max: int | None,
+    as_json: bool,
+) -> None:
     """Make a new volume in VOLUME, a folder that is missing or empty.
 
+    With --object its files are durable in a bucket; credentials are found as the AWS tools find them.
+
     \b
-    Example:
+    Examples:
       headrace create ./vol
+      headrace create ./vol --object s3://my-bucket/vol --region eu-central-1
     """
-    made = engine.create(volume)
+    made = engine.create(
+        volume, object=object_url, endpoint=endpoint, region=region, flash_bytes_max=flash_bytes_max
+    )
     if as_json:
         print_json({**json_name("path", os.fsencode(os.path.abspath(volume))), "volume": made})
     else:
@@ -321,6 +347,60 @@ def du(place: str, as_json: bool) -> None:
         f"{counted(measured['directories'], 'directory', 'directories')}, "
         f"{counted(measured['others'], 'other', 'others')}"
     )
+
+
+@cli.command()
+@click.argument("place", metavar="VOLUME:/path")
+@json_option
+def tier(place: str, as_json: bool) -> None:
+    """Show how much of a tree is on flash, and how much of that not in the object tier yet.
+
+    \b
+    Example:
+      headrace tier ./vol:/pictures
+    """
+    from headrace.cli.tiering import show_tier
+
+    parsed = parse_place(place, bare_volume=True)
+    with open_volume(parsed.volume) as volume:
+        show_tier(volume, parsed.path, as_json)
+
+
+@cli.command()
+@click.argument("place", metavar="VOLUME:/path")
+@json_option
+def warm(place: str, as_json: bool) -> None:
+    """Bring a tree from the object tier to flash, so that the first read of it is fast.
+
+    \b
+    Example:
+      headrace warm ./vol:/pictures
+    """
+    from headrace.cli.tiering import warm_tree
+
+    parsed = parse_place(place, bare_volume=True)
+    with open_volume(parsed.volume) as volume:
+        warm_tree(volume, parsed.path, as_json)
+
+
+@cli.command()
+@click.argument("place", metavar="VOLUME[:/path]")
+@json_option
+def evict(place: str, as_json: bool) -> None:
+    """Remove from flash what is in the object tier too: of a tree, or of the whole volume.
+
+    Files lie together in segments, and whole segments go: neighbours of the tree may be among them. What is
+    not in the object tier yet stays.
+
+    \b
+    Example:
+      headrace evict ./vol:/pictures
+    """
+    from headrace.cli.tiering import evict_tree
+
+    parsed = parse_place(place, bare_volume=True)
+    with open_volume(parsed.volume) as volume:
+        evict_tree(volume, parsed.path, as_json)
 
 
 @cli.command()
@@ -562,6 +642,55 @@ def loader(volume: str, path: str, batch_size: int, rounds: int, as_json: bool) 
 
     open_volume(volume).close()  # its errors come first
     bench_loader(volume, path, batch_size, rounds, as_json)
+
+
+@bench.command(name="object")
+@click.option("--files", type=click.IntRange(min=1), default=20_000, show_default=True)
+@click.option("--size", "size_bytes", type=BYTES, default="10KiB", show_default=True, metavar="SIZE")
+@click.option("--bytes", "large_bytes", type=BYTES, default="2GiB", show_default=True, metavar="SIZE")
+@click.option(
+    "--peer-files",
+    type=click.IntRange(min=0),
+    default=4_000,
+    show_default=True,
+    help="How many of the files s3fs and rclone read, since they take minutes for all; 0: leave them out.",
+)
+@click.option("--only", metavar="PARTS", help="Some of epoch,large,fsync, separated by commas.")
+@click.option("--endpoint", metavar="URL", help="A store to measure on instead of starting SeaweedFS.")
+@click.option("--bucket", default="headrace-bench", show_default=True, help="In it. Made if missing.")
+@click.option("--folder", metavar="DIR", help="Where all data lies meanwhile: on a fast disk.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@json_option
+def object_(
+    files: int,
+    size_bytes: int,
+    large_bytes: int,
+    peer_files: int,
+    only: str | None,
+    endpoint: str | None,
+    bucket: str,
+    folder: str | None,
+    rounds: int,
+    as_json: bool,
+) -> None:
+    """Measure volumes whose files are durable in an object store, against their goals.
+
+    Starts SeaweedFS (`weed`) and a proxy that makes it slow: 20 ms for each request, 100 MB/s for each
+    connection. Beside the volume, s3fs and rclone read the same files as plain objects, if they are
+    installed. Needs root (to drop the page cache), 12 GiB of disk and some minutes.
+
+    \b
+    Example:
+      headrace bench object --only epoch --rounds 1
+    """
+    from headrace.cli.bench_object import bench_object
+    from headrace.cli.object_report import PARTS, Plan
+
+    parts = PARTS if only is None else only.split(",")
+    if not set(parts) <= set(PARTS):
+        raise click.BadParameter(f"{only!r}: write some of {','.join(PARTS)}", param_hint="--only")
+    plan = Plan(parts, files, size_bytes, large_bytes, min(peer_files, files), rounds)
+    bench_object(plan, endpoint, bucket, folder, as_json)
 
 
 def _thread_counts(text: str) -> list[int]:

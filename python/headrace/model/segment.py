@@ -30,7 +30,7 @@ from headrace.model.crc32c import crc32c
 
 FORMAT = 1
 # As in crates/format/src/lib.rs.
-CHUNK_BYTES = 64 * 1024
+CHUNK_BYTES = 16 * 1024
 _BLOCK_BYTES = 4096
 _DENSE_BYTES_MAX = 2048
 _DENSE_ALIGNMENT = 64

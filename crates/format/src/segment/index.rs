@@ -10,8 +10,8 @@
 //!          36      origin | zeros
 //!          -4   4  u32 crc of the header up to here
 //!
-//! entry    0    4  u32 chunk: bytes chunk x 64 KiB .. of the data, the first `covered` of them
-//! (16)     4    4  u32 covered, 1 to 65536
+//! entry    0    4  u32 chunk: bytes chunk x 16 KiB .. of the data, the first `covered` of them
+//! (16)     4    4  u32 covered, 1 to 16384
 //!          8    4  u32 crc of these bytes
 //!          12   4  u32 crc of the segment id and bytes 0..12
 //!

@@ -22,7 +22,7 @@
 //!                            | z mtime - that of the record before (0 before the first)
 //!                            | n file_offset | n length | z file_bytes - (file_offset + length)
 //!                            | u32 offset of the payload in the frame / 64
-//!                            | u32 crc of each 64 KiB of the payload
+//!                            | u32 crc of each 16 KiB of the payload
 //!           ..      dense payloads, in the order of their records, each on a multiple of 64
 //!           ..      aligned payloads likewise, each on a multiple of 4096 of the segment
 //!

@@ -81,24 +81,14 @@ impl Collector {
         self.wake.notify_one();
     }
 
-    /// Removes objects that no version names and nobody has announced. Listed first, then compared: what a commit
-    /// names was named before its object was made, so a segment that is listed and not named is garbage.
-    fn sweep(&self) -> Result<u64> {
+    /// Removes objects that no version names and nobody has announced. The look at all names is only a first one:
+    /// names change meanwhile, so what it did not see is looked at as every other suspect.
+    fn sweep(&self, live: &Arc<LiveTable>) -> Result<u64> {
         let Some(remote) = &self.segments.remote else { return Ok(0) };
         let listed = remote.list()?;
         let named = named_ends(&*self.store)?;
-        let mut removed = 0;
-        for (segment, kind) in listed {
-            if self.stop.load(Ordering::Acquire) {
-                break;
-            }
-            let announced = self.store.get(&key::pending(segment), At::Latest)?.is_some();
-            if !named.contains_key(&segment) && !announced {
-                self.remove(segment, kind);
-                removed += 1;
-            }
-        }
-        Ok(removed)
+        let suspects = listed.into_iter().filter(|(segment, _)| !named.contains_key(segment));
+        self.collect(live, suspects.collect())
     }
 
     /// A segment's announcement was withdrawn. If it was suspect before, it can be judged now.
@@ -126,7 +116,7 @@ impl Collector {
                 std::mem::take(&mut *suspects)
             };
             if self.crashed.load(Ordering::Acquire) && !self.stop.load(Ordering::Acquire) {
-                match self.sweep() {
+                match self.sweep(live) {
                     Ok(removed) => {
                         self.crashed.store(false, Ordering::Release);
                         if removed > 0 {

@@ -407,6 +407,72 @@ fn what_only_a_deleted_snapshot_held_is_given_back() {
     assert!(volume.held_versions().unwrap().is_empty());
 }
 
+/// Snapshots are made, restored and deleted while others work; nobody waits for ever, no snapshot changes, and
+/// what is left is a whole tree.
+#[test]
+fn snapshots_come_and_go_beside_writers() {
+    let (folder, volume) = new_volume();
+    let until = time::monotonic_now() + Duration::from_secs(4);
+    let (mut made, mut restored) = (0, 0);
+    std::thread::scope(|scope| {
+        for worker in 0..3_u64 {
+            let volume = &volume;
+            scope.spawn(move || {
+                let mut turn = worker;
+                while time::monotonic_now() < until {
+                    turn = turn.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(worker + 1);
+                    let name = [b'a' + worker as u8, b'0' + (turn >> 40) as u8 % 8];
+                    let other = [b'a' + worker as u8, b'0' + (turn >> 50) as u8 % 8];
+                    // A restore may come between any two calls: what is not there any more is no fault.
+                    let found = volume.lookup(Ino::ROOT, &name);
+                    let _ = match ((turn >> 33) % 6, found) {
+                        (0, _) => volume.unlink(Origin::SOCKET, Ino::ROOT, &name),
+                        (1, _) => volume.rename(
+                            Origin::SOCKET,
+                            (Ino::ROOT, &name),
+                            (Ino::ROOT, &other),
+                            RenameMode::Replace,
+                        ),
+                        (2, Ok(attr)) => {
+                            volume.setxattr(Origin::SOCKET, attr.ino, b"user.a", &name, false, false)
+                        }
+                        (3, Ok(attr)) => volume
+                            .open_file(Origin::SOCKET, attr.ino, OpenMode::WRITE)
+                            .and_then(|open| open.write(turn % 50_000, &name).and_then(|()| open.fsync())),
+                        (_, Ok(attr)) => volume
+                            .open_file(Origin::SOCKET, attr.ino, OpenMode::WRITE)
+                            .and_then(|open| open.write(0, &noise((turn >> 44) as usize % 40_000, turn))),
+                        (_, Err(_)) => volume
+                            .create_file(Origin::SOCKET, Ino::ROOT, &name, file(), OpenMode::WRITE)
+                            .and_then(|(_, open)| open.write(0, &name)),
+                    };
+                }
+            });
+        }
+        while time::monotonic_now() < until {
+            volume.snapshot_create(b"s").unwrap();
+            made += 1;
+            let first = past(&volume, "s");
+            match volume.snapshot_restore(b"s") {
+                Ok(done) => {
+                    restored += 1;
+                    volume.snapshot_delete(&done.before).unwrap();
+                }
+                Err(error) => assert_eq!(error.raw_errno(), errno::EBUSY, "{error}"),
+            }
+            assert_eq!(past(&volume, "s"), first);
+            volume.snapshot_delete(b"s").unwrap();
+        }
+    });
+    assert!(made > 3, "{made} snapshots, {restored} restored");
+    let now = live(&volume);
+    let root = volume.getattr(Ino::ROOT).unwrap();
+    assert_eq!(root.size as usize, now.len() - 1, "the root counts its names");
+    let volume = reopen(&folder, volume);
+    assert!(volume.recovery().is_empty());
+    assert_eq!(live(&volume), now);
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Write(u8, u16),

@@ -174,9 +174,9 @@ fn written_in(
         let Some(next) = next.filter(|next| *next <= through) else { break };
         version = next;
         // Of later keys than those at hand none is among the first `limit`.
-        let end = match keys.iter().nth(limit.saturating_sub(1)) {
-            Some(last) => last.clone(),
-            None => end.to_vec(),
+        let end = match keys.last() {
+            Some(last) if keys.len() == limit => last.clone(),
+            _ => end.to_vec(),
         };
         let mut statement = connection.prepare_cached(WRITTEN_AT).map_err(explain)?;
         let mut rows = statement.query((version, start, end, limit_sql)).map_err(explain)?;

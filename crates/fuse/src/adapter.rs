@@ -613,11 +613,15 @@ impl Filesystem for Adapter {
             Ok(Some(length)) => READ_BUFFER.with_borrow(|buffer| reply.data(&buffer[..length])),
             Ok(None) => match self.files.get(handle.0) {
                 Ok(file) => self.lane.run(move || {
-                    let mut buffer = vec![0; length];
-                    match caught(Operation::Read, number, || file.read(offset, &mut buffer)) {
-                        Ok(length) => reply.data(&buffer[..length]),
-                        Err(errno) => reply.error(errno),
-                    }
+                    READ_BUFFER.with_borrow_mut(|buffer| {
+                        if buffer.len() < length {
+                            buffer.resize(length, 0);
+                        }
+                        match caught(Operation::Read, number, || file.read(offset, &mut buffer[..length])) {
+                            Ok(length) => reply.data(&buffer[..length]),
+                            Err(errno) => reply.error(errno),
+                        }
+                    });
                 }),
                 Err(error) => reply.error(errno_of(&error)),
             },

@@ -19,7 +19,7 @@ use crate::live::{Pin, State, no_inode};
 use crate::namespace::erase;
 use crate::past::{PastFile, is_live};
 use crate::placed::Placed;
-use crate::segments::Fetch;
+use crate::segments::{Fetch, lost};
 use crate::types::{Attr, Change, FILE_BYTES_MAX, OpenMode, Origin};
 use crate::volume::Volume;
 
@@ -96,9 +96,7 @@ impl Volume {
             // The collector may have taken a segment between the look at the extents and the read: the
             // extents say by now where the bytes are.
             Err(error) if is_missing(&error) || error.kind() == Kind::NotFound => {
-                self.read_once(pin, offset, out, fetch).map_err(|error| {
-                    if error.kind() == Kind::NotFound { Error::corrupt(error.message()) } else { error }
-                })
+                self.read_once(pin, offset, out, fetch).map_err(lost)
             }
             outcome => outcome,
         }

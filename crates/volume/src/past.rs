@@ -24,7 +24,7 @@ use headrace_meta::At;
 use crate::extents;
 use crate::live::{load_extents, load_inode, no_inode};
 use crate::namespace::{exists, no_name, not_a_directory, shown};
-use crate::segments::Fetch;
+use crate::segments::{Fetch, lost};
 use crate::types::{Attr, DirItem};
 use crate::versions::VersionPin;
 use crate::volume::Volume;
@@ -407,7 +407,7 @@ impl Volume {
         let out = &mut out[..length];
         let needed = extents::touching(&file.extents, offset, offset + length as u64);
         self.placed(file.ino, file.past.at(), fetch).read(needed, offset, out).map_err(|error| {
-            error.context(format_args!(
+            lost(error).context(format_args!(
                 "file {:?} (inode {}) of snapshot {:?}",
                 shown(&self.names.path(file.ino())),
                 file.ino,

@@ -13,7 +13,8 @@
 //! a reader that has the file open reads on. When nothing can be evicted, or the disk is full all the same, bytes go
 //! from the object tier to the reader without being kept: a full flash never fails a read.
 //!
-//! Locks: a `Local`'s state, then the map of them. No lock is held while anything is fetched or written.
+//! Locks: a `Local`'s state, then the map of them. Neither is held while anything is fetched or written; a `Local`'s
+//! `index` is, and is taken before the others.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -67,6 +68,8 @@ struct Local {
     used_ms: AtomicU64,
     state: Mutex<State>,
     arrived: Condvar,
+    /// Held by who fetches the index: the others wait and find it there.
+    index: Mutex<()>,
 }
 
 #[derive(Debug, Default)]
@@ -246,6 +249,7 @@ impl Remote {
                 used_ms: AtomicU64::new(self.now_ms()),
                 state: Mutex::default(),
                 arrived: Condvar::new(),
+                index: Mutex::default(),
             })
         };
         Arc::clone(locals.entry(segment).or_insert_with(new))
@@ -535,9 +539,14 @@ impl Remote {
         }
         let bytes = match self.flash.file_segment_bytes(local.segment) {
             Ok(bytes) => bytes,
-            Err(error) if is_missing(&error) => {
+            // Missing, or damaged on flash: the object tier has it.
+            Err(error) if error.kind() == Kind::Corrupt => {
                 if fetch == Fetch::Refuse {
                     return Err(not_here());
+                }
+                let _one = local.index.lock().unwrap_or_else(PoisonError::into_inner);
+                if local.lock().index_here {
+                    return Ok(());
                 }
                 self.fetch_index(local.segment).or_else(|error| match error.kind() {
                     // Damaged on its way, perhaps.

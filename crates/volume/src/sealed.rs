@@ -16,7 +16,7 @@ use serde_bytes::ByteBuf;
 use crate::by_path::Access;
 use crate::namespace::shown;
 use crate::seal::no_sample;
-use crate::segments::{Fetch, Segments};
+use crate::segments::{Fetch, Segments, lost};
 use crate::types::Identity;
 use crate::versions::VersionPin;
 
@@ -217,7 +217,7 @@ impl SealedView {
                 ))),
             }
             .map_err(|error| {
-                error.context(format_args!("sample {index}, {:?}", shown(self.manifest.path(index))))
+                lost(error).context(format_args!("sample {index}, {:?}", shown(self.manifest.path(index))))
             })?;
             filled = end;
         }

@@ -44,6 +44,12 @@ pub fn is_not_here(error: &Error) -> bool {
     std::error::Error::source(error).is_some_and(|cause| cause.is::<NotHere>())
 }
 
+/// What is named and in no tier is damage, and no name that does not exist: whoever skips files that are gone must not
+/// skip it.
+pub(crate) fn lost(error: Error) -> Error {
+    if error.kind() == Kind::NotFound { Error::corrupt(error.message()).with_cause(error) } else { error }
+}
+
 #[derive(Debug)]
 pub struct Segments {
     pub flash: Arc<Flash>,

@@ -23,6 +23,7 @@ import pytest
 from headrace.client import engine as engine_process
 from headrace.errors import NotFound
 from support.fault_proxy import FaultProxy
+from support.object_volumes import Maker
 from support.objects import Bucket, SeaweedFS, each_bucket, seaweedfs_missing
 from support.system import (
     CI,
@@ -37,7 +38,7 @@ from support.system import (
     need_fuse,
     need_root,
 )
-from support.volumes import VolumeUnderTest
+from support.volumes import ObjectVolumeUnderTest, VolumeUnderTest
 
 # A run in the background of a script is started with SIGINT ignored, and its children would inherit that:
 # then Ctrl-C, which several promises are about, would reach nobody.
@@ -226,6 +227,53 @@ def fault_proxy(object_store: Bucket) -> Iterator[FaultProxy]:
     with FaultProxy(object_store.access) as proxy:
         yield proxy
     assert not proxy.problems, "\n".join(proxy.problems)
+
+
+@pytest.fixture
+def make_volume(scratch: Path, object_store: Bucket, fault_proxy: FaultProxy) -> Iterator[Maker]:
+    """Makes volumes in the test's bucket, each with an engine, behind the test's proxy."""
+    made: list[ObjectVolumeUnderTest] = []
+    bucket = object_store.through(fault_proxy.access)
+
+    def make(name: str = "vol", *, flash_bytes_max: int | None = None) -> ObjectVolumeUnderTest:
+        volume = ObjectVolumeUnderTest(scratch / name, bucket, prefix=name)
+        volume.create(flash_bytes_max=flash_bytes_max)
+        made.append(volume)
+        volume.start()
+        fault_proxy.reset()
+        return volume
+
+    yield make
+    fault_proxy.clear()
+    fault_proxy.up()
+    for volume in made:
+        volume.tear_down()
+    bucket.close()
+
+
+@pytest.fixture(scope="module")
+def shared_volume(
+    request: pytest.FixtureRequest, object_server: SeaweedFS, engine_binary: str
+) -> Iterator[tuple[ObjectVolumeUnderTest, FaultProxy]]:
+    """One volume for all tests of a module, with an engine, in a bucket of its own behind a proxy of its own:
+    making one for each would take most of the time."""
+    object_server.ensure_running()
+    folder = Path(tempfile.mkdtemp(dir=request.config.stash[_SESSION]))
+    folder.chmod(0o755)
+    bucket = object_server.make_bucket()
+    with FaultProxy(bucket.access) as proxy:
+        volume = ObjectVolumeUnderTest(folder / "vol", bucket.through(proxy.access))
+        volume.create()
+        volume.start()
+        yield volume, proxy
+        proxy.clear()
+        proxy.up()
+        object_server.ensure_running()
+        volume.tear_down()
+        volume.bucket.close()
+        assert not proxy.problems, "\n".join(proxy.problems)
+    bucket.remove()
+    bucket.close()
 
 
 @pytest.fixture(scope="session")

@@ -24,8 +24,10 @@ GOLDEN: dict[str, str] = json.loads((Path(__file__).parents[1] / "golden" / "wir
 REQUESTS = {request.__struct_config__.tag: request for request in message.Request.__subclasses__()}
 ANSWERS: dict[str, Any] = {
     "attr": message.Attr,
+    "backup_done": message.BackupDone,
     "batch_layout": message.BatchLayout,
     "differences": message.Differences,
+    "evicted": message.Evicted,
     "listing": message.Listing,
     "listing_last": message.Listing,
     "mounted": message.Mounted,
@@ -39,6 +41,7 @@ ANSWERS: dict[str, Any] = {
     "snapshots": message.SnapshotList,
     "statfs": message.StatfsResult,
     "status": message.EngineStatus,
+    "tier_report": message.TierReport,
     "welcome": message.Welcome,
     "written": message.Written,
 }

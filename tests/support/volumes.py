@@ -131,9 +131,14 @@ class ObjectVolumeUnderTest(VolumeUnderTest):
         self.bucket = bucket
         self.prefix = prefix
 
-    def create(self, *, flash_bytes_max: int | None = None) -> None:
+    def create(self, *, flash_bytes_max: int | None = None, adopt: bool = False) -> None:
         with self.credentials():
-            engine.create(self.name, object=self.bucket.url(self.prefix), flash_bytes_max=flash_bytes_max)
+            engine.create(
+                self.name,
+                object=self.bucket.url(self.prefix),
+                flash_bytes_max=flash_bytes_max,
+                adopt=adopt,
+            )
 
     def start(self, *, crash_at: str | None = None, system: bool = False, **options: int) -> engine.Ready:
         with self.credentials():

@@ -115,7 +115,8 @@ pub fn decode(step: Step, bytes: &[u8]) -> Result<Vec<Row>> {
         )));
     }
     let volume: [u8; 16] = header[16..32].try_into().map_err(|_| wrong("cut off"))?;
-    let own = Step { volume: VolumeId::from_bytes(volume), from: Version(u64_at(32)), to: Version(u64_at(40)) };
+    let own =
+        Step { volume: VolumeId::from_bytes(volume), from: Version(u64_at(32)), to: Version(u64_at(40)) };
     if own != step {
         return Err(wrong("they are of another volume or step"));
     }
@@ -187,11 +188,11 @@ mod tests {
         }
 
         #[test]
-        fn any_changed_or_missing_byte_is_noticed(rows in rows(), at in any::<prop::sample::Index>(), bit in 0..8) {
+        fn any_changed_or_missing_byte_is_noticed(rows in rows(), at in any::<prop::sample::Index>(), bit in 0..8_u32) {
             let whole = object(&rows);
             let at = at.index(whole.len());
             let mut changed = whole.clone();
-            changed[at] ^= 1 << bit;
+            changed[at] ^= 1_u8 << bit;
             for bytes in [&changed[..], &whole[..at]] {
                 let error = decode(STEP, bytes).unwrap_err();
                 prop_assert!(matches!(error.kind(), Kind::Corrupt | Kind::Invalid), "{}", error);

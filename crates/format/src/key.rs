@@ -10,6 +10,7 @@
 //!             S session16            Session          P segment16          Pending
 //!             O ino8 session16       () unlinked, perhaps open there
 //!             Z seal16               Seal               C                    u64 current version, the store's own
+//!             B                      Backup             the last one that is complete
 //!             T name                 Snapshot           H version8           () kept readable, without a name
 //!             G version8             cleaning cursor: this version was given up, its rows are being removed
 //! ```
@@ -130,6 +131,10 @@ pub fn seal(seal: SealId) -> Key {
     with_id(b'Z', seal.to_bytes())
 }
 
+pub fn backup() -> Key {
+    b"B".to_vec()
+}
+
 pub fn snapshot(name: &[u8]) -> Key {
     [b"T", name].concat()
 }
@@ -200,6 +205,7 @@ mod tests {
             pending(SegmentId(id)),
             orphan(ino, SessionId(id)),
             seal(SealId(id)),
+            backup(),
             snapshot(name),
             held(Version(number)),
             given_up(Version(number)),

@@ -6,6 +6,7 @@
 //! | `key` | metadata keys: order-preserving, one letter a kind |
 //! | `record` | metadata values: inodes, extents, names, seals, sessions |
 //! | `segment` | pack frames and footers, and the index beside a file segment |
+//! | `backup` | metadata as it lies beside the segments in a bucket |
 //! | `manifest` | the sample table of a sealed view, memory-mappable |
 //! | `message` | requests and answers between client and engine |
 //! | `order` | the keyed permutation that shuffles an epoch |
@@ -13,6 +14,7 @@
 //! A change of any layout needs a new `FORMAT` (disk) or `message::WIRE` (socket), a golden file under
 //! tests/golden and a decision record.
 
+pub mod backup;
 pub mod key;
 pub mod manifest;
 pub mod message;

@@ -145,6 +145,8 @@ pub enum Request {
     },
     /// Everything written before is durable when the answer comes.
     Sync {},
+    /// Backs the metadata up now, unless nothing changed. Waits for uploads. -> BackupDone
+    Backup {},
     /// How much of these files is where. Directories and links have nothing. -> TierReport
     Tier {
         paths: Vec<ByteBuf>,
@@ -244,6 +246,7 @@ impl Request {
             Request::Listxattr { .. } => "listxattr",
             Request::Removexattr { .. } => "removexattr",
             Request::Sync {} => "sync",
+            Request::Backup {} => "backup",
             Request::Tier { .. } => "tier",
             Request::Warm { .. } => "warm",
             Request::Evict { .. } => "evict",
@@ -563,6 +566,19 @@ pub struct ObjectStatus {
     pub dirty_ms: u64,
     /// What the last upload that failed said; None: uploads work.
     pub failing: Option<String>,
+    /// When the last backup of the metadata that is complete was begun; None: there is none yet.
+    pub backup_ns: Option<i64>,
+}
+
+/// What a backup of the metadata is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BackupDone {
+    pub version: u64,
+    pub created_ns: i64,
+    /// False: nothing had changed since that backup.
+    pub changed: bool,
+    pub rows: u64,
+    pub bytes: u64,
 }
 
 /// Bytes of some files by where they are.

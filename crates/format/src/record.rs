@@ -19,6 +19,7 @@
 //! Pending      1 | u8 kind (1 pack, 2 file) | session id
 //! Seal         1 | n version | n root | i64 created | n samples | n bytes | n bytes, path
 //! Snapshot     1 | n version | i64 created
+//! Backup       1 | n version | i64 created | u32 crc of what has no versions
 //! Volume       1 | volume id | n format | i64 created
 //! number       1 | n number
 //! ```
@@ -180,6 +181,15 @@ pub struct Seal {
 pub struct Snapshot {
     pub version: Version,
     pub created: Timestamp,
+}
+
+/// The last metadata backup that is complete (`key::backup`). Its version is kept by `key::held`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Backup {
+    pub version: Version,
+    pub created: Timestamp,
+    /// CRC32C of the rows without versions that went with it: whether those have changed since.
+    pub globals_crc: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -782,6 +792,25 @@ impl Snapshot {
         let snapshot = Snapshot { version: Version(from.number()?), created: from.time()? };
         from.end()?;
         Ok(snapshot)
+    }
+}
+
+impl Backup {
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Writer::new(18);
+        out.number(self.version.0);
+        out.time(self.created);
+        out.raw(&self.globals_crc.to_le_bytes());
+        out.0
+    }
+
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let mut from = Reader::new("backup", bytes)?;
+        let version = Version(from.number()?);
+        let created = from.time()?;
+        let backup = Backup { version, created, globals_crc: u32::from_le_bytes(from.array()?) };
+        from.end()?;
+        Ok(backup)
     }
 }
 

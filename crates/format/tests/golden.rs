@@ -15,8 +15,8 @@ use headrace_format::manifest::{self, Manifest, ManifestWriter, Sample};
 use headrace_format::message::{self, *};
 use headrace_format::order::Permutation;
 use headrace_format::record::{
-    Check, Content, Dentry, DirDelta, Extent, FileKind, Inode, Pending, Place, Seal, SegmentKind, Session,
-    SessionState, Snapshot, VolumeRecord, decode_extents, encode_extents,
+    Backup, Check, Content, Dentry, DirDelta, Extent, FileKind, Inode, Pending, Place, Seal, SegmentKind,
+    Session, SessionState, Snapshot, VolumeRecord, decode_extents, encode_extents,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -98,7 +98,7 @@ fn wire<T: Serialize + DeserializeOwned + PartialEq + Debug>(
 }
 
 /// A new op does not compile until `Request::name` knows it; without an example below, the count differs.
-const OPS: usize = 44;
+const OPS: usize = 45;
 
 fn bytes(text: &[u8]) -> serde_bytes::ByteBuf {
     serde_bytes::ByteBuf::from(text)
@@ -165,6 +165,7 @@ fn requests() -> Vec<Request> {
         Request::Listxattr { path: path() },
         Request::Removexattr { path: path(), name: bytes(b"user.a") },
         Request::Sync {},
+        Request::Backup {},
         Request::Tier { paths: vec![bytes(b"/a"), bytes(b"/caf\xE9")] },
         Request::Warm { paths: vec![bytes(b"/a")] },
         Request::Evict { paths: None },
@@ -353,12 +354,16 @@ fn wire_messages() {
             dirty_segments: 2,
             dirty_ms: 1500,
             failing: Some("put s3://bucket/prefix: no".into()),
+            backup_ns: Some(1_760_000_000_000_000_000),
         }),
         recovery: vec!["closed one pack segment".into()],
         warnings: vec![],
     };
     wire(into, "answer.status", Answer::Ok(status));
     let report = TierReport { files: 3, bytes: 1 << 20, flash_bytes: 1 << 19, dirty_bytes: 4096 };
+    let done =
+        BackupDone { version: 9, created_ns: 1_760_000_000_000_000_000, changed: true, rows: 12, bytes: 999 };
+    wire(into, "answer.backup_done", Answer::Ok(done));
     wire(into, "answer.tier_report", Answer::Ok(report));
     wire(into, "answer.evicted", Answer::Ok(Evicted { bytes: 1 << 30 }));
 
@@ -478,6 +483,8 @@ fn metadata_records() {
     record(into, "seal", &seal, Seal::encode, Seal::decode);
     let snapshot = Snapshot { version: Version(300), created: now };
     record(into, "snapshot", &snapshot, Snapshot::encode, Snapshot::decode);
+    let backup = Backup { version: Version(301), created: now, globals_crc: 0xDEAD_BEEF };
+    record(into, "backup", &backup, Backup::encode, Backup::decode);
     let volume = VolumeRecord { volume: VolumeId(segment.0), format: 1, created: now };
     record(into, "volume", &volume, VolumeRecord::encode, VolumeRecord::decode);
     record(

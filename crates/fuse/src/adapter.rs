@@ -122,7 +122,13 @@ fn caught<T>(
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => {
-            if matches!(error.kind(), Kind::Internal | Kind::Corrupt) || error.raw_errno() == errno::EIO {
+            // Of what the object tier refuses, the program hears no more than a number: the rest stands here.
+            let refused = matches!(operation, Operation::Read | Operation::Fsync)
+                && matches!(error.kind(), Kind::Permission | Kind::Unavailable);
+            if matches!(error.kind(), Kind::Internal | Kind::Corrupt)
+                || error.raw_errno() == errno::EIO
+                || refused
+            {
                 tracing::error!(
                     operation = operation.name(),
                     ino = number.0,

@@ -17,8 +17,13 @@ const S_IXGRP: u16 = 0o0010;
 /// the page of a local disk; less than the 1 MiB of a request, because readers allocate this much per open file.
 const BLOCK_BYTES: u32 = 64 * 1024;
 
+/// EAGAIN is for pipes: of a file, programs take it as the end (Python's `read` gives what came before it, or None).
+/// Whoever reads bytes that cannot be had now must hear of an error.
 pub fn errno_of(error: &Error) -> Errno {
-    Errno::from_i32(error.raw_errno())
+    match error.raw_errno() {
+        errno::EAGAIN => Errno::EIO,
+        number => Errno::from_i32(number),
+    }
 }
 
 pub fn ino(number: INodeNo) -> Ino {

@@ -9,7 +9,8 @@ use lexopt::Arg::{Long, Short, Value};
 use lexopt::{Error, Parser, ValueExt};
 
 pub const USAGE: &str = "\
-usage: headraced create --volume DIR [--object URL [--endpoint URL] [--region NAME] [--flash-bytes-max N]]
+usage: headraced create --volume DIR [--object URL [--endpoint URL] [--region NAME] [--flash-bytes-max N]
+                       [--from]]
        headraced serve --volume DIR [--system] [--memory-bytes N] [--idle-exit-seconds N] [--ready-fd N]
        headraced workload PHASE --target DIR [options]
        headraced version
@@ -18,6 +19,7 @@ create    makes a new volume in a new or empty folder
             --object s3://BUCKET/PREFIX  where its files are durable; default: in the folder
             --endpoint URL, --region NAME  of a store that is not Amazon's; default: as the AWS tools
             --flash-bytes-max N    what it may take of the folder's disk; default: most of what is free
+            --from                 brings the volume back that is there, from its last backup
 serve     serves a volume until SIGTERM
             --system               to all users (as root); default: to the own user
             --memory-bytes N       for all buffers together; default 268435456
@@ -42,6 +44,7 @@ pub struct Create {
     pub endpoint: Option<String>,
     pub region: Option<String>,
     pub flash_bytes_max: Option<u64>,
+    pub adopt: bool,
 }
 
 #[derive(Debug, PartialEq)]
@@ -87,6 +90,7 @@ fn create(mut parser: Parser) -> Result<Command, Error> {
             Long("object") => create.object = Some(parser.value()?.string()?),
             Long("endpoint") => create.endpoint = Some(parser.value()?.string()?),
             Long("region") => create.region = Some(parser.value()?.string()?),
+            Long("from") => create.adopt = true,
             Long("flash-bytes-max") => create.flash_bytes_max = Some(parser.value()?.parse()?),
             other => return Err(other.unexpected()),
         }

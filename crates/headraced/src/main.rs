@@ -66,7 +66,10 @@ fn create(create: Create) -> ExitCode {
     let made = absolute(&create.volume).and_then(|folder| {
         let object =
             create.object.map(|url| Location::parse(&url, create.endpoint, create.region)).transpose()?;
-        Volume::create_with(&folder, &CreateOptions { object, flash_bytes_max: create.flash_bytes_max })
+        Volume::create_with(
+            &folder,
+            &CreateOptions { object, flash_bytes_max: create.flash_bytes_max, adopt: create.adopt },
+        )
     });
     match made {
         Ok(id) => print_line(&json!({"volume": id.to_string()}).to_string()),

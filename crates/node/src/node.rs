@@ -190,6 +190,7 @@ impl Node {
     pub fn status(&self) -> Result<message::Status> {
         let volume = &self.volume;
         let (segments, segment_bytes) = volume.segments()?;
+        let backup_ns = volume.backup_status()?.map(|backup| backup.created.0);
         Ok(message::Status {
             engine: ENGINE_VERSION.to_owned(),
             pid: std::process::id(),
@@ -217,6 +218,7 @@ impl Node {
                 dirty_segments: tiers.backlog.segments,
                 dirty_ms: u64::try_from(tiers.backlog.age.as_millis()).unwrap_or(u64::MAX),
                 failing: tiers.backlog.failing,
+                backup_ns,
             }),
             recovery: volume.recovery().to_vec(),
             warnings: volume.warnings(),

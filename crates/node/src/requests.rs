@@ -195,6 +195,10 @@ impl Session {
                 self.volume().removexattr(Origin::SOCKET, attr.ino, &name)?;
                 self.changed()
             }
+            Request::Backup {} => {
+                self.check_operator("back up the metadata")?;
+                Reply::of(self.volume().backup()?)
+            }
             Request::Tier { paths } => Reply::of(self.volume().tier_report(&self.who, &paths)?),
             Request::Warm { paths } => Reply::of(self.volume().warm(&self.who, &paths)?),
             Request::Evict { paths } => Reply::of(self.volume().evict(&self.who, paths.as_deref())?),

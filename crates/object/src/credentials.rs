@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use headrace_base::{Error, Kind, Result};
 use object_store::CredentialProvider;
-use object_store::aws::{AmazonS3Builder, AwsCredential};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredential};
 
 /// Adds the shared credentials file to the builder if that is where the chain leads.
 pub fn apply(builder: AmazonS3Builder) -> Result<AmazonS3Builder> {
@@ -16,6 +16,13 @@ pub fn apply(builder: AmazonS3Builder) -> Result<AmazonS3Builder> {
     if given("AWS_ACCESS_KEY_ID") || given("AWS_WEB_IDENTITY_TOKEN_FILE") {
         return Ok(builder);
     }
+    // An endpoint on the machine itself often wants no token; the client looks for the endpoint only with a file of one.
+    let builder =
+        if given("AWS_CONTAINER_CREDENTIALS_FULL_URI") && !given("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE") {
+            builder.with_config(AmazonS3ConfigKey::ContainerAuthorizationTokenFile, "/dev/null")
+        } else {
+            builder
+        };
     let path = match std::env::var_os("AWS_SHARED_CREDENTIALS_FILE") {
         Some(path) => PathBuf::from(path),
         None => match std::env::var_os("HOME") {

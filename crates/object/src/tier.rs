@@ -8,19 +8,21 @@
 use std::fs::File;
 use std::future::Future;
 use std::ops::Range;
-use std::sync::Arc;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::future::{Either, select};
 use futures_util::{StreamExt, TryStreamExt, stream};
-use headrace_base::{Error, MIB, Result};
+use headrace_base::{Error, MIB, Result, time};
 use memmap2::Mmap;
 use object_store::aws::{AmazonS3, AmazonS3Builder};
 use object_store::multipart::MultipartStore;
 use object_store::path::Path;
 use object_store::{
-    BackoffConfig, ClientOptions, GetOptions, GetRange, ObjectStore, ObjectStoreExt, PutMode, PutOptions,
-    RetryConfig,
+    BackoffConfig, ClientOptions, GetOptions, GetRange, GetResult, MultipartId, ObjectStore, ObjectStoreExt,
+    PutMode, PutOptions, RetryConfig, UpdateVersion,
 };
 use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
@@ -55,6 +57,11 @@ const RETRIES_MAX: usize = 20;
 const BACKOFF_FIRST: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(50);
+/// An answer that is not what was asked for (another range, a body that ends early) is asked for again, so often at
+/// most: the next one comes over another connection, or from another machine of the store.
+const ANSWERS_MAX: u32 = 5;
+/// How long whoever has failed to upload waits to clean up after it.
+const GIVE_UP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A range of an object, and what the answer told of the whole.
 #[derive(Clone, Debug)]
@@ -77,6 +84,16 @@ pub enum Urgency {
     Now,
     /// They will be wanted: they leave room for those that are.
     Ahead,
+}
+
+/// Where the bytes of a range go.
+pub trait Sink: Send + Sync + 'static {
+    /// Bytes at an offset of the object; the same may come again. False: no more of them is wanted.
+    fn take(&self, offset: u64, bytes: &[u8]) -> bool;
+    /// Whether `take` has answered false.
+    fn is_full(&self) -> bool;
+    /// The end: how long the object is, or why the rest did not come.
+    fn done(self, outcome: Result<u64>);
 }
 
 /// What became of an object that was to be made.
@@ -106,6 +123,10 @@ pub struct ObjectTier {
     in_flight: Arc<Semaphore>,
     ahead: Arc<Semaphore>,
     counters: Arc<Counters>,
+    /// Uploads in parts that came to nothing while the store could not be told: told when an upload succeeds.
+    given_up: Mutex<Vec<(Path, MultipartId)>>,
+    /// Closed when the engine ends: nobody waits for the store any more.
+    running: Arc<Semaphore>,
 }
 
 impl ObjectTier {
@@ -161,6 +182,8 @@ impl ObjectTier {
                 bytes_in: moved("in"),
                 bytes_out: moved("out"),
             }),
+            given_up: Mutex::default(),
+            running: Arc::new(Semaphore::new(0)),
         }))
     }
 
@@ -174,6 +197,11 @@ impl ObjectTier {
 
     fn wait<T>(&self, future: impl Future<Output = T>) -> T {
         self.runtime().block_on(future)
+    }
+
+    /// The engine ends: what waits for the store fails at once, and is not tried again.
+    pub fn stop(&self) {
+        self.running.close();
     }
 
     fn path(&self, name: &str) -> Result<Path> {
@@ -202,12 +230,12 @@ impl ObjectTier {
 
     fn put_as(&self, name: &str, bytes: Bytes, mode: PutMode) -> Result<()> {
         let path = self.path(name)?;
-        self.wait(async {
+        self.wait(while_running(&self.running, async {
             let _slot = slot(&self.connections).await;
             self.counters.puts.increment(1);
             self.counters.bytes_out.increment(bytes.len() as u64);
             self.store.put_opts(&path, bytes.into(), PutOptions::from(mode)).await
-        })
+        }))
         .map(drop)
         .map_err(|cause| explain(self.shown("put", name), cause))
     }
@@ -226,10 +254,28 @@ impl ObjectTier {
             .map_err(|cause| Error::io(self.shown("map the file for", name), cause))?;
         let body = Bytes::from_owner(OwnedMap(map));
         if bytes < MULTIPART_BYTES_MIN {
-            return self.put(name, body);
+            self.put(name, body)?;
+        } else {
+            let path = self.path(name)?;
+            self.wait(while_running(&self.running, self.put_parts(&path, &body)))
+                .map_err(|cause| explain(self.shown("put", name), cause))?;
         }
-        let path = self.path(name)?;
-        self.wait(self.put_parts(&path, &body)).map_err(|cause| explain(self.shown("put", name), cause))
+        self.wait(self.clean_up());
+        Ok(())
+    }
+
+    /// Parts that nobody completes cost money in silence. What a store that is down cannot be told now waits for an
+    /// upload that succeeds; what an engine's end leaves, the bucket's own rule for unfinished uploads has to see to.
+    async fn clean_up(&self) {
+        let given_up = std::mem::take(&mut *self.given_up.lock().unwrap_or_else(PoisonError::into_inner));
+        for (path, upload) in given_up {
+            let told =
+                tokio::time::timeout(GIVE_UP_TIMEOUT, self.store.abort_multipart(&path, &upload)).await;
+            // One that the store does not know is gone, or was completed after all.
+            if !matches!(told, Ok(Ok(()) | Err(object_store::Error::NotFound { .. }))) {
+                self.given_up.lock().unwrap_or_else(PoisonError::into_inner).push((path, upload));
+            }
+        }
     }
 
     async fn put_parts(&self, path: &Path, body: &Bytes) -> object_store::Result<()> {
@@ -259,9 +305,8 @@ impl ObjectTier {
             Err(error) => Err(error),
         };
         if outcome.is_err() {
-            // Parts that nobody completes cost money in silence. If this fails too, the bucket's own rule for
-            // unfinished uploads has to see to them.
-            let _ = self.store.abort_multipart(path, &upload).await;
+            self.given_up.lock().unwrap_or_else(PoisonError::into_inner).push((path.clone(), upload));
+            self.clean_up().await;
         }
         outcome
     }
@@ -271,44 +316,57 @@ impl ObjectTier {
     pub fn get(&self, name: &str, range: Range<u64>, etag: Option<&str>) -> Result<Fetched> {
         let path = self.path(name)?;
         let doing = self.shown("get", name);
-        self.wait(get_range(self.parts(), path, range, etag.map(str::to_owned)))
+        let running = &self.running;
+        self.wait(while_running(running, get_range(self.parts(), path, range, etag.map(str::to_owned))))
             .map_err(|cause| explain(doing, cause))
     }
 
     /// A whole object, into memory.
     pub fn get_all(&self, name: &str) -> Result<Bytes> {
+        self.get_whole(name).map(|fetched| fetched.bytes)
+    }
+
+    /// The same, with what identifies this content of it.
+    pub fn get_whole(&self, name: &str) -> Result<Fetched> {
         let path = self.path(name)?;
-        self.wait(async {
+        self.wait(while_running(&self.running, async {
             let _slot = slot(&self.connections).await;
-            self.counters.gets.increment(1);
-            let bytes = self.store.get_opts(&path, GetOptions::new()).await?.bytes().await?;
-            self.counters.bytes_in.increment(bytes.len() as u64);
-            Ok(bytes)
-        })
+            until_answered(|| async {
+                self.counters.gets.increment(1);
+                let answer = self.store.get_opts(&path, GetOptions::new()).await?;
+                let etag = answer.meta.e_tag.clone();
+                let bytes = answer.bytes().await?;
+                self.counters.bytes_in.increment(bytes.len() as u64);
+                Ok(Fetched { object_bytes: bytes.len() as u64, bytes, etag })
+            })
+            .await
+        }))
         .map_err(|cause| explain(self.shown("get", name), cause))
     }
 
-    /// As `get`, on another thread, which calls `done` with the outcome: it must not block for long.
-    pub fn start_get(
-        &self,
-        name: &str,
-        range: Range<u64>,
-        urgency: Urgency,
-        done: impl FnOnce(Result<Fetched>) + Send + 'static,
-    ) {
+    /// Replaces an object if it is still the one with this ETag. Conflict if it is another by now.
+    pub fn replace(&self, name: &str, bytes: impl Into<Bytes>, etag: String) -> Result<()> {
+        let version = UpdateVersion { e_tag: Some(etag), version: None };
+        self.put_as(name, bytes.into(), PutMode::Update(version)).map(drop)
+    }
+
+    /// As `get`, on another thread, which gives the bytes to `sink` as they come and ends with `done`. Neither may block
+    /// for long.
+    pub fn start_get<S: Sink>(&self, name: &str, range: Range<u64>, urgency: Urgency, sink: S) {
         let path = match self.path(name) {
             Ok(path) => path,
-            Err(error) => return done(Err(error)),
+            Err(error) => return sink.done(Err(error)),
         };
         let doing = self.shown("get", name);
-        let parts = self.parts();
+        let (parts, running) = (self.parts(), Arc::clone(&self.running));
         self.runtime().spawn(async move {
             let ahead = Arc::clone(&parts.ahead);
             let _turn = match urgency {
                 Urgency::Now => None,
                 Urgency::Ahead => ahead.acquire_many(permits(&range, AHEAD_BYTES_MAX)).await.ok(),
             };
-            done(get_range(parts, path, range, None).await.map_err(|cause| explain(doing, cause)));
+            let outcome = while_running(&running, stream_range(&parts, &path, &range, &sink)).await;
+            sink.done(outcome.map_err(|cause| explain(doing, cause)));
         });
     }
 
@@ -405,13 +463,118 @@ async fn get_range(
     // Memory first: whoever holds a connection must not wait for those that need one to finish.
     let _memory = getting.in_flight.acquire_many(permits(&range, IN_FLIGHT_BYTES_MAX)).await;
     let _slot = slot(&getting.connections).await;
+    until_answered(|| get_range_once(&getting, &path, &range, etag.clone())).await
+}
+
+/// Gives the pieces of a range to a sink as they come. What comes again after a failure is given again.
+async fn stream_range<S: Sink>(
+    getting: &Getting,
+    path: &Path,
+    range: &Range<u64>,
+    sink: &S,
+) -> object_store::Result<u64> {
+    let _memory = getting.in_flight.acquire_many(permits(range, IN_FLIGHT_BYTES_MAX)).await;
+    let _slot = slot(&getting.connections).await;
+    until_answered(|| async move {
+        let (answer, expected) = ask_range(getting, path, range, None).await?;
+        let object_bytes = answer.meta.size;
+        let mut at = expected.start;
+        let mut pieces = answer.into_stream();
+        while let Some(piece) = pieces.next().await {
+            let piece = piece?;
+            let end = at + piece.len() as u64;
+            // More than was announced is not for us either.
+            if end > expected.end {
+                return Err(other_bytes(path, &expected, end - expected.start));
+            }
+            if !sink.take(at, &piece) {
+                break;
+            }
+            getting.counters.bytes_in.increment(piece.len() as u64);
+            at = end;
+        }
+        if at == expected.end || sink.is_full() {
+            Ok(object_bytes)
+        } else {
+            Err(other_bytes(path, &expected, at - expected.start))
+        }
+    })
+    .await
+}
+
+fn other_bytes(path: &Path, expected: &Range<u64>, came: u64) -> object_store::Error {
+    object_store::Error::Generic {
+        store: "S3",
+        source: format!("{came} bytes came of {expected:?} of {path}").into(),
+    }
+}
+
+/// The outcome of `future`, or an error as soon as the engine ends.
+async fn while_running<T>(
+    running: &Semaphore,
+    future: impl Future<Output = object_store::Result<T>>,
+) -> object_store::Result<T> {
+    match select(pin!(future), pin!(running.acquire())).await {
+        Either::Left((outcome, _)) => outcome,
+        // It gives no permits: it was closed.
+        Either::Right(_) => {
+            Err(object_store::Error::Generic { store: "S3", source: "the engine is ending".into() })
+        }
+    }
+}
+
+/// Asks again after an answer that is no refusal and not what was asked for either. Requests that fail are repeated
+/// below this already, for `RETRY_TIMEOUT`; that is the budget here too.
+async fn until_answered<T, F>(ask: impl Fn() -> F) -> object_store::Result<T>
+where
+    F: Future<Output = object_store::Result<T>>,
+{
+    let begun = time::monotonic_now();
+    let mut asked = 1;
+    loop {
+        match ask().await {
+            Err(object_store::Error::Generic { store, source }) => {
+                if asked == ANSWERS_MAX || time::monotonic_now().duration_since(begun) > RETRY_TIMEOUT {
+                    let source = format!("asked {asked} times; {source}").into();
+                    return Err(object_store::Error::Generic { store, source });
+                }
+                tracing::info!(error = %source, asked, "the store's answer is not what was asked for");
+                tokio::time::sleep(BACKOFF_FIRST * 2_u32.pow(asked)).await;
+                asked += 1;
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
+async fn get_range_once(
+    getting: &Getting,
+    path: &Path,
+    range: &Range<u64>,
+    etag: Option<String>,
+) -> object_store::Result<Fetched> {
+    let (answer, expected) = ask_range(getting, path, range, etag).await?;
+    let (object_bytes, etag) = (answer.meta.size, answer.meta.e_tag.clone());
+    let bytes = answer.bytes().await?;
+    if bytes.len() as u64 != expected.end - expected.start {
+        return Err(other_bytes(path, &expected, bytes.len() as u64));
+    }
+    getting.counters.bytes_in.increment(bytes.len() as u64);
+    Ok(Fetched { bytes, object_bytes, etag })
+}
+
+/// The answer's head, and the range that its body must be.
+async fn ask_range(
+    getting: &Getting,
+    path: &Path,
+    range: &Range<u64>,
+    etag: Option<String>,
+) -> object_store::Result<(GetResult, Range<u64>)> {
     getting.counters.gets.increment(1);
     let options =
         GetOptions { range: Some(GetRange::Bounded(range.clone())), if_match: etag, ..GetOptions::default() };
-    let answer = getting.store.get_opts(&path, options).await?;
-    let object_bytes = answer.meta.size;
-    let etag = answer.meta.e_tag.clone();
-    let expected = range.start..range.end.min(object_bytes);
+    let answer = getting.store.get_opts(path, options).await?;
+    let expected = range.start..range.end.min(answer.meta.size);
     if answer.range != expected {
         // A store that answers another range than was asked for must not fill ours.
         return Err(object_store::Error::Generic {
@@ -420,15 +583,7 @@ async fn get_range(
                 .into(),
         });
     }
-    let bytes = answer.bytes().await?;
-    if bytes.len() as u64 != expected.end - expected.start {
-        return Err(object_store::Error::Generic {
-            store: "S3",
-            source: format!("{} bytes came of {expected:?} of {path}", bytes.len()).into(),
-        });
-    }
-    getting.counters.bytes_in.increment(bytes.len() as u64);
-    Ok(Fetched { bytes, object_bytes, etag })
+    Ok((answer, expected))
 }
 
 async fn slot(connections: &Semaphore) -> Option<tokio::sync::SemaphorePermit<'_>> {

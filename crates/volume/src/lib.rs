@@ -8,6 +8,7 @@
 //! | `file` | open files: read, write, truncate, fsync |
 //! | `flush` | the road of dirty bytes: segment, fdatasync, metadata commit |
 //! | `gate` | the bound of dirty memory |
+//! | `backup`, `adopt` | the metadata beside the segments in the bucket; bringing a volume back from there |
 //! | `announce` | a segment's announcement: what is unfinished, for recovery and uploads |
 //! | `packs` | the open pack |
 //! | `room` | what is kept of a full disk |
@@ -30,7 +31,9 @@
 //! Locks are taken in this order: directory stripes (by index), live inodes (by number), the open pack, the
 //! store. No lock is held while a kernel is notified.
 
+mod adopt;
 mod announce;
+mod backup;
 mod by_path;
 mod changes;
 mod collect;
@@ -61,6 +64,7 @@ mod versions;
 mod volume;
 mod xattr;
 
+pub use backup::BackupStatus;
 pub use by_path::Access;
 pub use changes::Subscription;
 pub use diff::{ChangeKind, Difference};

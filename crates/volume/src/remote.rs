@@ -19,15 +19,16 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use headrace_base::{Error, Kind, MIB, Result, SegmentId, time};
 use headrace_flash::{Flash, PART_BLOCK_BYTES, Ranges, SegmentPart, is_missing};
 use headrace_format::record::SegmentKind;
 use headrace_meta::MetaStore;
-use headrace_object::{Fetched, ObjectTier, Urgency};
+use headrace_object::{ObjectTier, Sink, Urgency};
 
 use crate::segments::{Fetch, not_here};
+use crate::tiers::{self, Owner};
 use crate::uploads::Uploads;
 
 /// One request: large enough that latency does not count, small enough for several connections to share a pack.
@@ -43,6 +44,8 @@ const WINDOW_BYTES_MIN: u64 = 2 * MIB;
 const WINDOW_BYTES_MAX: u64 = 64 * MIB;
 /// A read this far behind the last one's end still follows on it: kernels read a little out of order.
 const SEQUENCE_SLACK_BYTES: u64 = MIB;
+/// How old the knowledge may be that the prefix is ours when an object is deleted.
+const CONFIRMED_FOR: Duration = Duration::from_secs(5);
 /// Evicting stops when this share of the flash tier is free again.
 const EVICT_SHARE: u64 = 20;
 
@@ -93,6 +96,9 @@ struct State {
 #[derive(Debug)]
 pub struct Remote {
     pub tier: Arc<ObjectTier>,
+    owner: Owner,
+    /// When the prefix was last seen to be ours.
+    confirmed: Mutex<Option<Instant>>,
     flash: Arc<Flash>,
     pub uploads: Arc<Uploads>,
     bytes_max: u64,
@@ -128,9 +134,17 @@ enum Arrived {
 
 impl Remote {
     /// `bytes_max`: of the flash tier, dirty and clean.
-    pub fn new(tier: Arc<ObjectTier>, flash: Arc<Flash>, uploads: Arc<Uploads>, bytes_max: u64) -> Remote {
+    pub fn new(
+        tier: Arc<ObjectTier>,
+        owner: Owner,
+        flash: Arc<Flash>,
+        uploads: Arc<Uploads>,
+        bytes_max: u64,
+    ) -> Remote {
         Remote {
             tier,
+            owner,
+            confirmed: Mutex::default(),
             flash,
             uploads,
             bytes_max,
@@ -158,6 +172,19 @@ impl Remote {
     /// One of the threads that upload.
     pub fn run_uploads(&self, store: &dyn MetaStore, finished: &dyn Fn(SegmentId)) {
         self.uploads.run(&self.tier, &self.flash, store, finished);
+    }
+
+    /// ESTALE if the volume was taken over by another machine. Asked of the bucket unless that was done within
+    /// `age_max`.
+    pub fn confirm_owner(&self, age_max: Duration) -> Result<()> {
+        let now = time::monotonic_now();
+        let mut confirmed = self.confirmed.lock().unwrap_or_else(PoisonError::into_inner);
+        if confirmed.is_some_and(|at| now.duration_since(at) < age_max) {
+            return Ok(());
+        }
+        tiers::confirm(&self.tier, self.owner)?;
+        *confirmed = Some(now);
+        Ok(())
     }
 
     pub fn bytes_max(&self) -> u64 {
@@ -263,8 +290,17 @@ impl Remote {
             let arrived = match self.arrive(&local, &touched, fetch) {
                 // Flash is full of what must stay: the bytes go straight to the reader.
                 Err(error) if error.kind() == Kind::Full => {
-                    let fetched = self.tier.get(&data_name(segment, kind), touched.clone(), None)?;
-                    return read(From::Memory(touched.start, &fetched.bytes));
+                    let fetched = self
+                        .tier
+                        .get(&data_name(segment, kind), touched.clone(), None)
+                        .map_err(|error| error.context(format_args!("segment {segment}")))?;
+                    match read(From::Memory(touched.start, &fetched.bytes)) {
+                        Err(error) if error.kind() == Kind::Corrupt && !repaired => {
+                            repaired = true;
+                            continue;
+                        }
+                        outcome => return outcome,
+                    }
                 }
                 arrived => arrived.map_err(|error| error.context(format_args!("segment {segment}")))?,
             };
@@ -276,7 +312,12 @@ impl Remote {
                         repaired = true;
                         tracing::warn!(%segment, %error, "damaged bytes on flash are fetched again");
                         metrics::counter!("headrace_flash_repaired_total").increment(1);
-                        local.lock().present.remove(touched.clone());
+                        let mut state = local.lock();
+                        state.present.remove(touched.clone());
+                        if kind == SegmentKind::Pack {
+                            // Whatever the answer said of the object's length is in doubt too.
+                            state.object_bytes = None;
+                        }
                     }
                     outcome => return outcome,
                 },
@@ -471,11 +512,14 @@ impl Remote {
                 remote: Arc::clone(self),
                 local: Arc::clone(local),
                 part: Arc::clone(part),
+                progress: Mutex::new(Progress {
+                    begin: range.start,
+                    end: range.start,
+                    ..Progress::default()
+                }),
                 range: range.clone(),
-                told: false,
             };
-            let name = data_name(local.segment, local.kind);
-            self.tier.start_get(&name, range, urgency, move |outcome| arrival.deliver(outcome));
+            self.tier.start_get(&data_name(local.segment, local.kind), range, urgency, arrival);
         }
     }
 
@@ -490,10 +534,11 @@ impl Remote {
                 if fetch == Fetch::Refuse {
                     return Err(not_here());
                 }
-                let index = self.tier.get_all(&object_name(local.segment, "idx"))?;
-                // Without a place for the index nothing of the segment can be verified.
-                self.make_room(index.len() as u64);
-                self.flash.put_index(local.segment, &index)?;
+                self.fetch_index(local.segment).or_else(|error| match error.kind() {
+                    // Damaged on its way, perhaps.
+                    Kind::Corrupt => self.fetch_index(local.segment),
+                    _ => Err(error),
+                })?;
                 self.flash.file_segment_bytes(local.segment)?
             }
             Err(error) => return Err(error),
@@ -502,6 +547,13 @@ impl Remote {
         state.object_bytes = Some(bytes);
         state.index_here = true;
         Ok(())
+    }
+
+    fn fetch_index(&self, segment: SegmentId) -> Result<()> {
+        let index = self.tier.get_all(&object_name(segment, "idx"))?;
+        // Without a place for the index nothing of the segment can be verified.
+        self.make_room(index.len() as u64);
+        self.flash.put_index(segment, &index)
     }
 
     /// Brings what `Flash::records` needs: the index of a file segment, all of a pack.
@@ -679,6 +731,8 @@ impl Remote {
 
     /// From the object tier first: what a crash leaves is a copy on flash, which the next start finds.
     pub fn remove(&self, segment: SegmentId, kind: SegmentKind) -> Result<()> {
+        // Whoever has the volume by now may name it.
+        self.confirm_owner(CONFIRMED_FOR)?;
         self.tier.delete(&data_name(segment, kind))?;
         if kind == SegmentKind::File {
             self.tier.delete(&object_name(segment, "idx"))?;
@@ -717,41 +771,71 @@ struct Arrival {
     local: Arc<Local>,
     part: Arc<SegmentPart>,
     range: Range<u64>,
+    progress: Mutex<Progress>,
+}
+
+#[derive(Default)]
+struct Progress {
+    /// Where the stretch begins that is written and that nobody was told of, and where it ends.
+    begin: u64,
+    end: u64,
+    failed: Option<Error>,
     told: bool,
 }
 
+/// Readers are told of what has come in stretches of this length: seldom enough to cost nothing.
+const STRETCH_BYTES: u64 = MIB;
+
 impl Arrival {
-    fn deliver(mut self, outcome: Result<Fetched>) {
-        let written = outcome.and_then(|fetched| {
-            let bytes = fetched.bytes.len() as u64;
-            self.remote.make_room(bytes);
-            if self.remote.clean_bytes() + self.remote.uploads.dirty_bytes() + bytes > self.remote.bytes_max {
-                return Err(Error::new(Kind::Full, "the flash tier is full of what cannot be evicted now"));
-            }
-            self.part.write(self.range.start, &fetched.bytes)?;
-            Ok((fetched.object_bytes, bytes))
-        });
-        self.tell(written);
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn tell(&mut self, written: Result<(u64, u64)>) {
-        self.told = true;
+    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let remote = &self.remote;
+        if offset == self.range.start {
+            let wanted = self.range.end - self.range.start;
+            remote.make_room(wanted);
+            if remote.clean_bytes() + remote.uploads.dirty_bytes() + wanted > remote.bytes_max {
+                return Err(Error::new(Kind::Full, "the flash tier is full of what cannot be evicted now"));
+            }
+        }
+        self.part.write(offset, bytes)
+    }
+
+    /// Shows what was written to those who wait.
+    fn show(&self, progress: &mut Progress) {
+        let mut state = self.local.lock();
+        if !state.gone {
+            state.present.insert(progress.begin..progress.end);
+            let held = state.present.bytes();
+            self.remote.account(&mut state, held);
+        }
+        drop(state);
+        progress.begin = progress.end;
+        self.local.arrived.notify_all();
+    }
+
+    fn end(&self, outcome: Result<u64>) {
+        let mut progress = self.progress();
+        progress.told = true;
+        self.show(&mut progress);
+        let outcome = match progress.failed.take() {
+            Some(error) => Err(error),
+            None => outcome,
+        };
+        drop(progress);
         let (remote, local) = (&self.remote, &self.local);
         let mut state = local.lock();
         state.on_the_way.remove(self.range.clone());
-        match written {
-            Ok((object_bytes, bytes)) => {
+        match outcome {
+            Ok(object_bytes) => {
                 state.object_bytes = Some(object_bytes);
-                if !state.gone {
-                    state.present.insert(self.range.start..self.range.start + bytes);
-                    let held = state.present.bytes();
-                    remote.account(&mut state, held);
-                    if let Err(error) = remote.finish(local, &mut state) {
-                        tracing::warn!(segment = %local.segment, %error, "a segment that is all here stays a part");
-                    }
-                    if state.whole_wanted && !state.whole {
-                        remote.want_rest(local, &mut state);
-                    }
+                if let Err(error) = remote.finish(local, &mut state) {
+                    tracing::warn!(segment = %local.segment, %error, "a segment that is all here stays a part");
+                }
+                if state.whole_wanted && !state.whole && !state.gone {
+                    remote.want_rest(local, &mut state);
                 }
             }
             Err(error) => state.failure = Some((error.kind(), error.message().to_owned())),
@@ -761,10 +845,40 @@ impl Arrival {
     }
 }
 
+impl Sink for Arrival {
+    fn take(&self, offset: u64, bytes: &[u8]) -> bool {
+        let mut progress = self.progress();
+        if progress.failed.is_some() {
+            return false;
+        }
+        if let Err(error) = self.put(offset, bytes) {
+            progress.failed = Some(error);
+            return false;
+        }
+        if offset != progress.end {
+            // The answer was asked for again from the start.
+            progress.begin = offset;
+        }
+        progress.end = offset + bytes.len() as u64;
+        if progress.end - progress.begin >= STRETCH_BYTES {
+            self.show(&mut progress);
+        }
+        true
+    }
+
+    fn is_full(&self) -> bool {
+        self.progress().failed.is_some()
+    }
+
+    fn done(self, outcome: Result<u64>) {
+        self.end(outcome);
+    }
+}
+
 impl Drop for Arrival {
     fn drop(&mut self) {
-        if !self.told {
-            self.tell(Err(Error::new(Kind::Unavailable, "the engine is stopping")));
+        if !self.progress().told {
+            self.end(Err(Error::new(Kind::Unavailable, "the engine is stopping")));
         }
     }
 }

@@ -38,8 +38,12 @@ const FLASH_SHARE: (u64, u64) = (4, 5);
 /// How long a start waits for the check; and how often it is repeated while the store is down.
 const CHECK_PATIENCE: Duration = Duration::from_secs(5);
 const CHECK_PAUSE: Duration = Duration::from_secs(5);
-/// How long the end of an engine waits for uploads. What is left is dirty, on flash, and goes at the next start.
-const FINISH_PATIENCE: Duration = Duration::from_secs(30);
+/// How often it is asked whether the volume is still this folder's.
+const CONFIRM_PAUSE: Duration = Duration::from_secs(30);
+/// How long the end of an engine waits for uploads: for the next one, and for all. What is left is dirty, on flash, and
+/// goes at the next start.
+const FINISH_PATIENCE: Duration = Duration::from_secs(10);
+const FINISH_PATIENCE_ALL: Duration = Duration::from_secs(30);
 /// From here on a person is told of the backlog.
 const BACKLOG_AGE_MAX: Duration = Duration::from_secs(60);
 
@@ -49,6 +53,16 @@ struct Marker {
     format: u32,
     volume: String,
     created_ns: i64,
+    /// Grows with each folder that takes the volume over: only the one with the greatest may write.
+    #[serde(default)]
+    epoch: u64,
+}
+
+/// Whose prefix it is: which volume, and which of the folders that were made for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Owner {
+    pub volume: VolumeId,
+    pub epoch: u64,
 }
 
 /// What `status` tells of the tiers.
@@ -63,7 +77,7 @@ pub struct TierStatus {
 #[derive(Debug)]
 pub struct Tiers {
     pub remote: Arc<Remote>,
-    volume: VolumeId,
+    owner: Owner,
     /// The outcome of the last check.
     checked: Arc<(Mutex<Check>, Condvar)>,
     opened: Instant,
@@ -81,7 +95,7 @@ enum Check {
 impl Tiers {
     pub fn open(
         location: Location,
-        volume: VolumeId,
+        owner: Owner,
         flash: &Arc<Flash>,
         bytes_max: Option<u64>,
     ) -> Result<Tiers> {
@@ -95,19 +109,17 @@ impl Tiers {
         };
         let tier = ObjectTier::open(location)?;
         let uploads = Arc::new(Uploads::new());
-        let remote = Arc::new(Remote::new(tier, Arc::clone(flash), Arc::clone(&uploads), bytes_max));
+        let remote = Arc::new(Remote::new(tier, owner, Arc::clone(flash), Arc::clone(&uploads), bytes_max));
         uploads.connect(&remote);
-        Ok(Tiers { remote, volume, checked: Arc::default(), opened: time::monotonic_now() })
+        Ok(Tiers { remote, owner, checked: Arc::default(), opened: time::monotonic_now() })
     }
 
     /// Checks the store, and starts the uploads when it has passed. Invalid if it has failed.
     pub fn start(&self, store: &Arc<dyn MetaStore>, flusher: &Arc<Flusher>) -> Result<Vec<JoinHandle<()>>> {
         let mut threads = Vec::new();
-        let (tier, volume) = (Arc::clone(&self.remote.tier), self.volume);
+        let (tier, owner) = (Arc::clone(&self.remote.tier), self.owner);
         let (checked, uploads) = (Arc::clone(&self.checked), Arc::clone(&self.remote.uploads));
-        threads.push(thread::spawn("object-check", move || {
-            check_until_passed(&tier, volume, &checked, &uploads)
-        })?);
+        threads.push(thread::spawn("object-check", move || keep_checking(&tier, owner, &checked, &uploads))?);
         for _ in 0..UPLOADS_MAX {
             let (remote, store, flusher) = (Arc::clone(&self.remote), Arc::clone(store), Arc::clone(flusher));
             threads.push(thread::spawn("upload", move || {
@@ -133,15 +145,17 @@ impl Tiers {
         Ok(threads)
     }
 
-    fn stop(&self) {
+    pub fn stop(&self) {
         *self.checked.0.lock().unwrap_or_else(PoisonError::into_inner) = Check::Stopped;
         self.checked.1.notify_all();
         self.remote.uploads.stop();
+        self.remote.tier.stop();
     }
 
-    /// Waits for the uploads, and ends them.
-    pub fn finish(&self, flushed: bool) {
-        if flushed && !self.remote.uploads.drain(FINISH_PATIENCE) {
+    /// Waits for the uploads, as long as they go on. True if nothing is dirty any more.
+    pub fn drain(&self) -> bool {
+        let drained = self.remote.uploads.drain(FINISH_PATIENCE, FINISH_PATIENCE_ALL);
+        if !drained {
             let left = self.remote.uploads.backlog();
             tracing::warn!(
                 segments = left.segments,
@@ -149,7 +163,7 @@ impl Tiers {
                 "not everything is in the object tier: it stays on flash and is uploaded at the next start"
             );
         }
-        self.stop();
+        drained
     }
 
     pub fn warnings(&self) -> Vec<String> {
@@ -188,55 +202,85 @@ impl Tiers {
     }
 }
 
-fn check_until_passed(
-    tier: &Arc<ObjectTier>,
-    volume: VolumeId,
-    checked: &(Mutex<Check>, Condvar),
-    uploads: &Uploads,
-) {
+/// Checks until the store has passed, then that the prefix stays ours.
+fn keep_checking(tier: &Arc<ObjectTier>, owner: Owner, checked: &(Mutex<Check>, Condvar), uploads: &Uploads) {
+    let mut passed = false;
     loop {
-        let outcome = check(tier, volume);
+        let outcome =
+            if passed { confirm(tier, owner) } else { confirm(tier, owner).and_then(|()| tier.probe()) };
         let mut state = checked.0.lock().unwrap_or_else(PoisonError::into_inner);
         if matches!(*state, Check::Stopped) {
             return;
         }
-        match outcome {
+        let pause = match outcome {
+            Ok(()) if passed => CONFIRM_PAUSE,
             Ok(()) => {
+                passed = true;
                 *state = Check::Passed;
-                checked.1.notify_all();
-                drop(state);
                 uploads.start();
-                return;
+                CONFIRM_PAUSE
             }
+            // Later than the start only the owner is of interest: what fails of the rest shows in uploads.
+            Err(error) if passed && !is_taken_over(&error) => CONFIRM_PAUSE,
             Err(error) => {
                 tracing::warn!(%error, "the object tier has not passed its check");
+                if is_taken_over(&error) {
+                    uploads.fence(&error);
+                }
                 *state = Check::Failed(error);
-                checked.1.notify_all();
-                let stopped = |state: &mut Check| !matches!(state, Check::Stopped);
-                let _ = checked.1.wait_timeout_while(state, CHECK_PAUSE, stopped);
+                CHECK_PAUSE
             }
+        };
+        checked.1.notify_all();
+        let running = |state: &mut Check| !matches!(state, Check::Stopped);
+        let (state, _) =
+            checked.1.wait_timeout_while(state, pause, running).unwrap_or_else(PoisonError::into_inner);
+        if matches!(*state, Check::Stopped) {
+            return;
         }
     }
+}
+
+fn is_taken_over(error: &Error) -> bool {
+    error.raw_errno() == errno::ESTALE
 }
 
 /// An answer that waiting will not change. No answer at all is no such answer.
 fn is_final(error: &Error) -> bool {
     matches!(error.kind(), Kind::Invalid | Kind::Conflict | Kind::Permission | Kind::NotFound | Kind::Corrupt)
+        || is_taken_over(error)
 }
 
-fn check(tier: &Arc<ObjectTier>, volume: VolumeId) -> Result<()> {
+/// ESTALE if the volume is another folder's by now, Conflict if the prefix is another volume's.
+pub fn confirm(tier: &ObjectTier, owner: Owner) -> Result<()> {
     let found = tier.get_all(MARKER).map_err(|error| match error.kind() {
         Kind::NotFound => error.context("the prefix is not this volume's any more"),
         _ => error,
     })?;
     let marker = read_marker(tier, &found)?;
-    if marker.volume != volume.to_string() {
+    if marker.volume != owner.volume.to_string() {
         return Err(Error::new(
-            Kind::Conflict,
-            format!("{} is the prefix of volume {}, this is volume {volume}", tier.location(), marker.volume),
+            // Not Conflict: to whoever starts an engine that means that another one runs already.
+            Kind::Invalid,
+            format!(
+                "{} is the prefix of volume {}, this is volume {}",
+                tier.location(),
+                marker.volume,
+                owner.volume
+            ),
         ));
     }
-    tier.probe()
+    if marker.epoch != owner.epoch {
+        return Err(Error::errno(
+            errno::ESTALE,
+            format!(
+                "the volume at {} was taken over by another machine (`headrace create --from`): this folder is the one \
+                 from before, and nothing more is uploaded from it",
+                tier.location()
+            ),
+        ));
+    }
+    Ok(())
 }
 
 fn read_marker(tier: &ObjectTier, bytes: &[u8]) -> Result<Marker> {
@@ -253,12 +297,49 @@ fn read_marker(tier: &ObjectTier, bytes: &[u8]) -> Result<Marker> {
     Ok(marker)
 }
 
+/// Makes an existing volume's prefix this folder's: its owner from now on, with the epoch that this gives.
+pub fn take_over(tier: &ObjectTier) -> Result<(Owner, Timestamp)> {
+    let found = tier.get_whole(MARKER).map_err(|error| match error.kind() {
+        Kind::NotFound => Error::not_found(format!("there is no volume at {}", tier.location())),
+        _ => error,
+    })?;
+    let mut marker = read_marker(tier, &found.bytes)?;
+    marker.epoch += 1;
+    let owner = Owner { volume: marker.volume.parse()?, epoch: marker.epoch };
+    let etag = found
+        .etag
+        .ok_or_else(|| Error::invalid(format!("the store of {} gives no ETags", tier.location())))?;
+    let text = encode_marker(&marker)?;
+    tier.replace(MARKER, text, etag).map_err(|error| match error.kind() {
+        Kind::Conflict => error.context("another machine takes the volume over at this moment"),
+        _ => error,
+    })?;
+    Ok((owner, Timestamp(marker.created_ns)))
+}
+
+/// Whose volume a prefix is.
+pub fn volume_at(tier: &ObjectTier) -> Result<VolumeId> {
+    let found = tier.get_all(MARKER).map_err(|error| match error.kind() {
+        Kind::NotFound => Error::not_found(format!("there is no volume at {}", tier.location())),
+        _ => error,
+    })?;
+    read_marker(tier, &found)?.volume.parse()
+}
+
+fn encode_marker(marker: &Marker) -> Result<Vec<u8>> {
+    serde_json::to_vec_pretty(marker).map_err(|cause| Error::internal("encode the marker").with_cause(cause))
+}
+
 /// Makes the prefix this volume's. It must be empty, or claimed by an earlier attempt of the same volume.
 pub fn claim(tier: &Arc<ObjectTier>, volume: &VolumeId, format: u32, created: Timestamp) -> Result<()> {
-    let marker =
-        Marker { headrace: "volume".to_owned(), format, volume: volume.to_string(), created_ns: created.0 };
-    let text = serde_json::to_vec_pretty(&marker)
-        .map_err(|cause| Error::internal("encode the marker").with_cause(cause))?;
+    let marker = Marker {
+        headrace: "volume".to_owned(),
+        format,
+        volume: volume.to_string(),
+        created_ns: created.0,
+        epoch: 0,
+    };
+    let text = encode_marker(&marker)?;
     match tier.create(MARKER, text)? {
         Stored::New => {}
         Stored::Existed => {
@@ -268,7 +349,8 @@ pub fn claim(tier: &Arc<ObjectTier>, volume: &VolumeId, format: u32, created: Ti
                 return Err(Error::errno(
                     errno::EEXIST,
                     format!(
-                        "{} is the prefix of volume {} already: name another prefix",
+                        "{} is the prefix of volume {} already: name another prefix, or bring that volume here \
+                         with --from",
                         tier.location(),
                         marker.volume
                     ),

@@ -150,6 +150,8 @@ pub enum Change {
 pub struct CreateOptions {
     /// Where its segments are to be durable. None: on this disk.
     pub object: Option<Location>,
+    /// With an object tier: bring the volume back that is there, from its last backup.
+    pub adopt: bool,
     /// With an object tier: what its segments may take of this disk. None: most of what is free.
     pub flash_bytes_max: Option<u64>,
 }

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use headrace_base::error::errno;
 use headrace_base::{Error, Kind, Result, SegmentId, crash, time};
 use headrace_flash::{Flash, is_missing};
 use headrace_format::record::SegmentKind;
@@ -59,6 +60,7 @@ struct State {
     pause: Duration,
     /// The object tier has passed its check.
     started: bool,
+    fenced: bool,
     stop: bool,
 }
 
@@ -219,8 +221,8 @@ impl Uploads {
         self.lock().dirty.keys().copied().collect()
     }
 
-    /// Calls `done` when all of them are clean, or as soon as it is known that one cannot be for now (the store
-    /// refuses us). On this thread if that is so already.
+    /// Calls `done` when all of them are clean, or as soon as the store refuses one of them. On this thread if all are
+    /// clean already.
     pub fn when_clean(&self, segments: &[SegmentId], done: impl FnOnce(Result<()>) + Send + 'static) {
         struct Together {
             left: usize,
@@ -246,7 +248,8 @@ impl Uploads {
             {
                 let mut state = self.lock();
                 let refused = match &state.failing {
-                    Some((Kind::Permission, message)) => Some(message.clone()),
+                    Some((_, message)) if state.fenced => Some(Error::errno(errno::ESTALE, message.clone())),
+                    _ if state.stop => Some(stopping()),
                     _ => None,
                 };
                 match state.dirty.get_mut(segment) {
@@ -255,8 +258,16 @@ impl Uploads {
                         now = Some(Err(Error::internal(format!("segment {segment} could not be closed"))));
                     }
                     Some(dirty) => match refused {
-                        Some(message) => now = Some(Err(Error::new(Kind::Permission, message))),
-                        None => dirty.waiters.push(Box::new(one.clone())),
+                        Some(error) => now = Some(Err(error)),
+                        None => {
+                            dirty.waiters.push(Box::new(one.clone()));
+                            // Whoever asks is told what the store says now, not what it said before somebody changed
+                            // a policy.
+                            if matches!(state.failing, Some((Kind::Permission, _))) {
+                                state.pause_until = None;
+                                self.changed.notify_all();
+                            }
+                        }
                     },
                 }
             }
@@ -307,16 +318,21 @@ impl Uploads {
         Ok(())
     }
 
-    /// Waits until nothing is dirty, as long as uploads succeed and `patience` lasts. True if nothing is.
-    pub fn drain(&self, patience: Duration) -> bool {
-        let deadline = time::monotonic_now() + patience;
+    /// Waits until nothing is dirty, for `patience_all` at most and as long as one upload succeeds in each `patience`.
+    /// True if nothing is.
+    pub fn drain(&self, patience: Duration, patience_all: Duration) -> bool {
+        let end = time::monotonic_now() + patience_all;
         let mut state = self.lock();
+        let (mut left_over, mut deadline) = (state.dirty.len(), time::monotonic_now() + patience);
         loop {
             if state.dirty.is_empty() {
                 return true;
             }
-            let left = deadline.saturating_duration_since(time::monotonic_now());
-            if left.is_zero() || state.failing.is_some() || !state.started {
+            if state.dirty.len() < left_over {
+                (left_over, deadline) = (state.dirty.len(), time::monotonic_now() + patience);
+            }
+            let left = deadline.min(end).saturating_duration_since(time::monotonic_now());
+            if left.is_zero() || state.failing.is_some() || !state.started || state.stop {
                 return false;
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -328,8 +344,31 @@ impl Uploads {
         self.changed.notify_all();
     }
 
+    /// Ends the threads. Whoever waits is told that it is not known when their segments will be clean.
     pub fn stop(&self) {
-        self.lock().stop = true;
+        let waiters: Vec<Waiter> = {
+            let mut state = self.lock();
+            state.stop = true;
+            state.dirty.values_mut().flat_map(|dirty| std::mem::take(&mut dirty.waiters)).collect()
+        };
+        self.changed.notify_all();
+        for waiter in waiters {
+            waiter(Err(stopping()));
+        }
+    }
+
+    /// The volume is another machine's by now: nothing more is uploaded, and whoever waits is told.
+    pub fn fence(&self, error: &Error) {
+        let waiters: Vec<Waiter> = {
+            let mut state = self.lock();
+            state.started = false;
+            state.fenced = true;
+            state.failing = Some((error.kind(), error.message().to_owned()));
+            state.dirty.values_mut().flat_map(|dirty| std::mem::take(&mut dirty.waiters)).collect()
+        };
+        for waiter in waiters {
+            waiter(Err(Error::errno(error.raw_errno(), error.message())));
+        }
         self.changed.notify_all();
     }
 
@@ -429,6 +468,13 @@ impl Uploads {
         }
         self.changed.notify_all();
     }
+}
+
+fn stopping() -> Error {
+    Error::new(
+        Kind::Unavailable,
+        "the engine stops before all of it is in the object tier: it is on flash, and goes on at the next start",
+    )
 }
 
 /// Stores one segment; gives how many bytes of data it has.

@@ -34,7 +34,9 @@ use headrace_meta::{At, Commit, MetaStore, Precondition, SqliteStore, Write};
 use headrace_object::{Location, ObjectTier};
 use serde::{Deserialize, Serialize};
 
+use crate::adopt;
 use crate::announce::Announcements;
+use crate::backup::{self, Backups};
 use crate::changes::{Changes, Subscription};
 use crate::collect::Collector;
 use crate::flush::Flusher;
@@ -45,7 +47,7 @@ use crate::past::{INO_MAX, Pasts};
 use crate::room::Room;
 use crate::seal::OpenSeals;
 use crate::segments::Segments;
-use crate::tiers::{self, TierStatus, Tiers};
+use crate::tiers::{self, Owner, TierStatus, Tiers};
 use crate::types::{CreateOptions, Origin, Statfs, VolumeOptions};
 use crate::versions::{Cleaner, Pinned, recorded_versions};
 
@@ -75,6 +77,9 @@ struct Marker {
     object: Option<Location>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     flash_bytes_max: Option<u64>,
+    /// Which of the folders that were made for this volume: see `tiers::Owner`.
+    #[serde(default)]
+    epoch: u64,
 }
 
 #[derive(Debug)]
@@ -93,6 +98,7 @@ pub struct Volume {
     pub(crate) flash: Arc<Flash>,
     pub(crate) segments: Arc<Segments>,
     pub(crate) tiers: Option<Tiers>,
+    pub(crate) backups: Arc<Backups>,
     pub(crate) live: Arc<LiveTable>,
     pub(crate) names: Arc<Names>,
     pub(crate) flusher: Arc<Flusher>,
@@ -156,30 +162,36 @@ impl Volume {
             }
         }
         let now = time::wall_now();
-        // A creation that was cut short may have marked the bucket already: it goes on under the same name.
-        let earlier = earlier_marker(&mut unfinished).filter(|marker| marker.object == options.object);
-        let id = match earlier {
-            Some(marker) => marker.volume.parse()?,
-            None => VolumeId::generate(),
-        };
-        let marker = Marker {
-            headrace: "volume".into(),
-            format: FORMAT,
-            volume: id.to_string(),
-            created_ns: now.0,
-            object: options.object.clone(),
-            flash_bytes_max: options.flash_bytes_max,
-        };
-        if options.object.is_none() && options.flash_bytes_max.is_some() {
+        if options.object.is_none() && (options.flash_bytes_max.is_some() || options.adopt) {
             return Err(Error::invalid("a size of the flash tier needs an object tier: give --object too"));
         }
         let tier = options.object.clone().map(ObjectTier::open).transpose()?;
+        let found = match &tier {
+            Some(tier) if options.adopt => Some(adopt::find(tier)?),
+            _ => None,
+        };
+        // A creation that was cut short may have marked the bucket already: it goes on under the same name.
+        let earlier = earlier_marker(&mut unfinished).filter(|marker| marker.object == options.object);
+        let id = match (&found, earlier) {
+            (Some(found), _) => found.volume.volume,
+            (None, Some(marker)) => marker.volume.parse()?,
+            (None, None) => VolumeId::generate(),
+        };
+        let mut marker = Marker {
+            headrace: "volume".into(),
+            format: FORMAT,
+            volume: id.to_string(),
+            created_ns: found.as_ref().map_or(now, |found| found.volume.created).0,
+            object: options.object.clone(),
+            flash_bytes_max: options.flash_bytes_max,
+            epoch: 0,
+        };
         if let Some(tier) = &tier {
             tiers::check_flash_bytes_max(folder, options.flash_bytes_max)?;
             tier.probe()?;
         }
         write_marker(&mut unfinished, folder, &marker)?;
-        if let Some(tier) = &tier {
+        if let (Some(tier), None) = (&tier, &found) {
             tiers::claim(tier, &id, FORMAT, now)?;
         }
         for part in PARTS {
@@ -187,8 +199,19 @@ impl Volume {
                 .map_err(|cause| Error::io(format_args!("make folder {shown}/{part}"), cause))?;
         }
         let database = folder.join("meta/volume.sqlite");
-        SqliteStore::create(&database, VolumeRecord { volume: id, format: FORMAT, created: now })?;
+        let created = Timestamp(marker.created_ns);
+        SqliteStore::create(&database, VolumeRecord { volume: id, format: FORMAT, created })?;
         let store = SqliteStore::open(&database, SessionId::generate(), session_record(now))?;
+        if let (Some(tier), Some(found)) = (&tier, found) {
+            found.fill(tier, &store)?;
+            // Last: until here the volume is where it was.
+            let (owner, _) = tiers::take_over(tier)?;
+            marker.epoch = owner.epoch;
+            store.close()?;
+            write_marker(&mut unfinished, folder, &marker)?;
+            finish_marker(folder)?;
+            return Ok(id);
+        }
         let root = Inode {
             kind: FileKind::Directory,
             mode: 0o755,
@@ -238,7 +261,14 @@ impl Volume {
         let flash = Flash::open(&folder.join("segments"), options.open_files_max)?;
         let tiers = marker
             .object
-            .map(|location| Tiers::open(location, id, &flash, marker.flash_bytes_max))
+            .map(|location| {
+                Tiers::open(
+                    location,
+                    Owner { volume: id, epoch: marker.epoch },
+                    &flash,
+                    marker.flash_bytes_max,
+                )
+            })
             .transpose()?;
         let segments = Arc::new(Segments {
             flash: Arc::clone(&flash),
@@ -287,6 +317,7 @@ impl Volume {
             flash,
             segments,
             tiers,
+            backups: Arc::default(),
             live,
             names,
             flusher,
@@ -314,6 +345,7 @@ impl Volume {
         threads.push(thread::spawn("collector", move || collector.run(&live))?);
         if let Some(tiers) = &volume.tiers {
             threads.extend(tiers.start(&volume.store, &volume.flusher)?);
+            threads.push(backup::start(&volume)?);
         }
         let cleaner = Arc::clone(&volume.cleaner);
         threads.push(thread::spawn("cleaner", move || cleaner.run())?);
@@ -328,18 +360,26 @@ impl Volume {
         if self.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
+        self.backups.stop();
+        if let Some(tiers) = &self.tiers {
+            // What is written goes into the object tier if that takes it; else it stays dirty here, for the next start.
+            let stored = self.flusher.sync_all().is_ok() && tiers.drain();
+            if stored && let Err(error) = self.backup() {
+                tracing::warn!(%error, "the last changes of the metadata are not backed up");
+            }
+        }
         self.cleaner.stop();
         self.collector.stop();
         self.flusher.stop();
-        if self.tiers.is_some() {
-            // What is written goes into the object tier if that takes it; else it stays dirty here, for the next start.
-            let drained = self.flusher.sync_all();
-            if let Some(tiers) = &self.tiers {
-                tiers.finish(drained.is_ok());
-            }
+        if let Some(tiers) = &self.tiers {
+            tiers.stop();
         }
+        let own = std::thread::current().id();
         for thread in self.threads.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
-            let _ = thread.join();
+            // The last holder may be one of them.
+            if thread.thread().id() != own {
+                let _ = thread.join();
+            }
         }
         headrace_base::crash::point("during-close");
         let flushed = self.flusher.flush_all();
@@ -374,6 +414,7 @@ impl Volume {
         let mut warnings = Vec::new();
         if let Some(tiers) = &self.tiers {
             warnings.extend(tiers.warnings());
+            warnings.extend(self.backups.warning());
         }
         if let Some(failing) = self.flusher.gate.failing() {
             warnings.push(format!("written data cannot be stored: {failing}"));

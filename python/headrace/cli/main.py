@@ -101,6 +101,12 @@ def cli(debug: bool) -> None:
     metavar="s3://BUCKET/PREFIX",
     help="Where its files are durable; the folder is then a cache of them, and holds the metadata.",
 )
+@click.option(
+    "--from",
+    "from_url",
+    metavar="s3://BUCKET/PREFIX",
+    help="Bring back the volume that is durable there, from its last backup. It is this folder's from then on.",
+)
 @click.option("--endpoint", metavar="URL", help="Of a store that is not Amazon's.")
 @click.option("--region", metavar="NAME", help="Of the bucket. Default: as the AWS tools have it.")
 @click.option(
@@ -113,6 +119,7 @@ def cli(debug: bool) -> None:
 def create(
     volume: str,
     object_url: str | None,
+    from_url: str | None,
     endpoint: str | None,
     region: str | None,
     flash_bytes_max: int | None,
@@ -126,9 +133,17 @@ def create(
     Examples:
       headrace create ./vol
       headrace create ./vol --object s3://my-bucket/vol --region eu-central-1
+      headrace create ./again --from s3://my-bucket/vol
     """
+    if object_url is not None and from_url is not None:
+        raise Invalid("--object makes a new volume, --from brings one back: give one of them")
     made = engine.create(
-        volume, object=object_url, endpoint=endpoint, region=region, flash_bytes_max=flash_bytes_max
+        volume,
+        object=object_url if from_url is None else from_url,
+        endpoint=endpoint,
+        region=region,
+        flash_bytes_max=flash_bytes_max,
+        adopt=from_url is not None,
     )
     if as_json:
         print_json({**json_name("path", os.fsencode(os.path.abspath(volume))), "volume": made})
@@ -347,6 +362,31 @@ def du(place: str, as_json: bool) -> None:
         f"{counted(measured['directories'], 'directory', 'directories')}, "
         f"{counted(measured['others'], 'other', 'others')}"
     )
+
+
+@cli.command()
+@click.argument("volume", type=VOLUME)
+@json_option
+def backup(volume: str, as_json: bool) -> None:
+    """Store the metadata of VOLUME in its bucket now: the engine does so every five minutes by itself.
+
+    With it `headrace create --from` brings the volume back on any machine. Waits for uploads.
+
+    \b
+    Example:
+      headrace backup ./vol
+    """
+    with open_volume(volume) as opened:
+        done = opened.backup()
+    if as_json:
+        print_json({name: getattr(done, name) for name in done.__struct_fields__})
+    elif done.changed:
+        click.echo(
+            f"backed up version {done.version}: {counted(done.rows, 'row', 'rows')}, "
+            f"{format_bytes(done.bytes)}"
+        )
+    else:
+        click.echo(f"nothing has changed since the backup of version {done.version}")
 
 
 @cli.command()

@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.cli.text import counted, json_name, print_json, printable, shown
 from headrace.client.volume import Volume
+from headrace.model.clock import wall_ns
 from headrace.model.message import ObjectStatus
 from headrace.units import format_bytes, format_count, format_seconds
 
@@ -24,7 +25,11 @@ def _tier_rows(tier: ObjectStatus | None) -> list[tuple[str, str]]:
             f"{format_bytes(tier.dirty_bytes)} in {counted(tier.dirty_segments, 'segment', 'segments')} "
             f"not in the object tier yet, the oldest for {format_seconds(tier.dirty_ms / 1000)}"
         )
-    return [("object", tier.location), ("flash", f"{flash}; {dirty}")]
+    backup = "none yet"
+    if tier.backup_ns is not None:
+        age = max(0.0, (wall_ns() - tier.backup_ns) / 1e9)
+        backup = f"of the metadata, {format_seconds(age)} ago"
+    return [("object", tier.location), ("flash", f"{flash}; {dirty}"), ("backup", backup)]
 
 
 def print_status(volume: Volume, as_json: bool) -> None:

@@ -73,8 +73,8 @@ def warm_tree(volume: Volume, path: bytes, as_json: bool) -> None:
         print_json({**json_name("path", path), **here.fields(), "fetched_bytes": fetched, "seconds": seconds})
         return
     click.echo(
-        f"{counted(here.files, 'file', 'files')}, {format_bytes(here.bytes)}: fetched {format_bytes(fetched)} in "
-        f"{format_seconds(seconds)}"
+        f"{counted(here.files, 'file', 'files')}, {format_bytes(here.bytes)}: "
+        f"fetched {format_bytes(fetched)} in {format_seconds(seconds)}"
     )
     if here.flash_bytes < here.bytes:
         click.echo(

@@ -189,6 +189,7 @@ def create(
     endpoint: str | None = None,
     region: str | None = None,
     flash_bytes_max: int | None = None,
+    adopt: bool = False,
 ) -> str:
     """Makes a volume in a new or empty folder and returns its id. Starts nothing.
 
@@ -197,6 +198,10 @@ def create(
     Without it they are durable in the folder. endpoint, region: of the store; default as the AWS tools have
     it (AWS_ENDPOINT_URL_S3, AWS_REGION). Credentials come from the environment, here and whenever an engine
     starts, and are kept nowhere. The store is probed first, which takes some twenty requests and 5 MB.
+
+    adopt: bring the volume back that is durable at `object`, from its last metadata backup: the whole tree is
+    there when this returns (some seconds for a million files), bytes come as they are read. The volume is
+    this folder's from then on; one that was made for it before uploads nothing more and says why.
 
     AlreadyExists: there is a volume, in the folder or under the prefix. Invalid: the store cannot be trusted
     with a volume (the message says what it does wrong). NotFound: no such bucket. Otherwise the engine's
@@ -215,6 +220,8 @@ def create(
         "--flash-bytes-max": flash_bytes_max,
     }
     options = [f"{name}={value}" for name, value in given.items() if value is not None]
+    if adopt:
+        options.append("--from")
     run = subprocess.run(
         [find_engine(), "create", "--volume", folder, *options],
         stdin=subprocess.DEVNULL,

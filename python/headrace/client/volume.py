@@ -495,6 +495,15 @@ class Volume:
         """Everything written before is durable when this returns."""
         self.call(message.Sync())
 
+    def backup(self) -> message.BackupDone:
+        """Stores what changed of the metadata beside the segments in the object tier.
+
+        The engine does so every five minutes by itself, and when it is stopped. Waits until everything that
+        is written is in the object tier. Only root and the engine's user may. Invalid without an object tier.
+        """
+        done: message.BackupDone = self.call(message.Backup(), message.BackupDone)
+        return done
+
     def tier(self, paths: Sequence[Path]) -> message.TierReport:
         """How many bytes of these files are on flash, and how many of those not in the object tier yet.
 

@@ -179,6 +179,8 @@ class ObjectStatus(msgspec.Struct, frozen=True):
     dirty_ms: int
     # What the last upload that failed said; None: uploads work.
     failing: str | None
+    # When the last backup of the metadata that is complete was begun; None: there is none yet.
+    backup_ns: int | None
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -396,6 +398,19 @@ class Removexattr(Request):
 
 class Sync(Request):
     pass
+
+
+class Backup(Request):
+    """Backs the metadata up now, unless nothing changed. Answer: `BackupDone`."""
+
+
+class BackupDone(msgspec.Struct, frozen=True):
+    version: int
+    created_ns: int
+    # False: nothing had changed since that backup.
+    changed: bool
+    rows: int
+    bytes: int
 
 
 class Tier(Request):

@@ -156,7 +156,7 @@ def test_every_command_has_help_with_an_example() -> None:
             checked += 1
         return checked
 
-    assert check(cli, []) == 27
+    assert check(cli, []) == 29
 
 
 def test_version_is_an_option_too() -> None:
@@ -266,7 +266,7 @@ def status(**fields: Any) -> Canned:
         "engine": "0.1.0", "pid": 42, "volume": "0" * 26, "path": b"/v\xff", "format": 1, "started_ns": 0,
         "session": "1" * 26, "resident_bytes": 1 << 20, "memory_bytes_max": 1 << 28, "buffers_bytes": 0,
         "dirty_bytes": 0, "mounts": [{"mountpoint": b"/mnt", "read_only": True, "requests": 3}], "clients": 1,
-        "streams": 0, "seals": 0, "segments": 0, "segment_bytes": 0, "inodes": 1, "recovery": [],
+        "streams": 0, "seals": 0, "segments": 0, "segment_bytes": 0, "inodes": 1, "object": None, "recovery": [],
         "warnings": ["flash\x1b 97 % full"],
     }  # fmt: skip
     return Canned({**whole, **fields})

@@ -127,11 +127,11 @@ def test_snapshots_and_sealed_views_come_back(make_volume: Maker) -> None:
     opened = first.connect()
     opened.write_bytes("/data/a", b"one", parents=True)
     opened.backup()
-    opened.create_snapshot("monday")
+    opened.snapshot("monday")
     opened.write_bytes("/data/a", b"two")
     seal = opened.seal("/data").seal
     opened.write_bytes("/data/b", content(1, 50 * KIB))
-    opened.create_snapshot("tuesday")
+    opened.snapshot("tuesday")
     opened.remove("/data/b")
     opened.remove("/data/a")
     opened.backup()

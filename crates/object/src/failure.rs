@@ -26,6 +26,8 @@ pub fn explain(doing: impl std::fmt::Display, cause: StoreError) -> Error {
             Kind::Invalid,
             format!("{doing}: the bucket is in another region: give it with --region ({whole})"),
         )
+    } else if says(&["InvalidRange"]) {
+        Error::corrupt(format!("{doing}: the object ends before what is to be read of it ({whole})"))
     } else {
         match &cause {
             StoreError::NotFound { .. } => {

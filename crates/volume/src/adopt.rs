@@ -12,7 +12,7 @@ use headrace_format::record::{Seal, Snapshot, VolumeRecord};
 use headrace_meta::{Commit, CommitError, Durability, MetaStore, Write};
 use headrace_object::ObjectTier;
 
-use crate::backup::{BackupManifest, RowsObject, listed_backups, read_manifest};
+use crate::backup::{BackupManifest, RowsObject, newest_backup, read_manifest};
 use crate::packs::must_commit;
 use crate::tiers::volume_at;
 
@@ -30,13 +30,13 @@ pub struct Found {
 /// Finds the last backup. NotFound if there is no volume, or none of its metadata was backed up.
 pub fn find(tier: &ObjectTier) -> Result<Found> {
     let volume = volume_at(tier)?;
-    let Some(version) = listed_backups(tier)?.last().copied() else {
+    let Some(id) = newest_backup(tier)? else {
         return Err(Error::not_found(format!(
             "the volume at {} has no backup of its metadata yet: `headrace rescue` finds the files in its segments",
             tier.location()
         )));
     };
-    let manifest = read_manifest(tier, version)?;
+    let manifest = read_manifest(tier, id)?;
     if manifest.volume != volume.to_string() {
         return Err(Error::corrupt(format!(
             "{} holds volume {volume}, its backup is of volume {}",
@@ -44,7 +44,7 @@ pub fn find(tier: &ObjectTier) -> Result<Found> {
             manifest.volume
         )));
     }
-    let step = Step { volume, from: Version(version), to: Version(version) };
+    let step = Step { volume, from: id.version, to: id.version };
     let globals = fetch(tier, step, &manifest.globals)?;
     let record = globals.iter().find(|(key, _)| *key == key::volume()).and_then(|(_, value)| value.as_ref());
     let record = record.ok_or_else(|| Error::corrupt("a backup lacks the volume's record"))?;

@@ -1,10 +1,11 @@
 //! The metadata beside the segments: what a fresh machine needs to bring the volume back from the bucket alone.
 //!
 //! ```text
-//! backups/VERSION.json                  what a backup consists of, written last and once (VERSION: 16 hex digits)
-//! backups/TO/FROM-NUMBER.rows           changes between two versions (`format::backup`); FROM 0: all rows of TO
-//! backups/VERSION/globals.rows          rows without versions: snapshots, seals, the next inode number
+//! backups/EPOCH-VERSION.json            what a backup consists of, written last and once (16 hex digits each)
+//! backups/EPOCH-TO/FROM-NUMBER.rows     changes between two versions (`format::backup`); FROM 0: all rows of TO
+//! backups/EPOCH-VERSION/globals.rows    rows without versions: snapshots, seals, the next inode number
 //! ```
+//! A folder that takes the volume over counts its versions anew, under an epoch of its own (`tiers::Owner`).
 //! A backup is a version of the metadata that is held until the next backup is complete; so the collector keeps every
 //! segment that the last one names. In order:
 //!
@@ -61,12 +62,13 @@ pub struct StepObjects {
     pub objects: Vec<RowsObject>,
 }
 
-/// `backups/VERSION.json`
+/// `backups/EPOCH-VERSION.json`
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct BackupManifest {
     pub headrace: String,
     pub format: u32,
     pub volume: String,
+    pub epoch: u64,
     pub version: u64,
     pub created_ns: i64,
     pub steps: Vec<StepObjects>,
@@ -126,28 +128,45 @@ impl Backups {
     }
 }
 
-pub fn manifest_name(version: u64) -> String {
-    format!("backups/{version:016x}.json")
+/// Which backup: the later one is the greater.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct BackupId {
+    pub epoch: u64,
+    pub version: Version,
 }
 
-/// Versions of the backups in the bucket, ascending.
-pub fn listed_backups(tier: &ObjectTier) -> Result<Vec<u64>> {
-    let mut versions = Vec::new();
+impl BackupId {
+    fn parse(text: &str) -> Option<BackupId> {
+        let (epoch, version) =
+            text.split_once('-').filter(|(epoch, version)| epoch.len() + version.len() == 32)?;
+        let number = |digits| u64::from_str_radix(digits, 16).ok();
+        Some(BackupId { epoch: number(epoch)?, version: Version(number(version)?) })
+    }
+}
+
+impl std::fmt::Display for BackupId {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(out, "{:016x}-{:016x}", self.epoch, self.version.0)
+    }
+}
+
+fn manifest_name(id: BackupId) -> String {
+    format!("backups/{id}.json")
+}
+
+/// The last backup that is complete.
+pub fn newest_backup(tier: &ObjectTier) -> Result<Option<BackupId>> {
+    let mut newest = None;
     tier.list("backups", |listed| {
-        let name = listed.name.strip_prefix("backups/").unwrap_or_default();
-        if let Some(version) = name.strip_suffix(".json").filter(|version| version.len() == 16)
-            && let Ok(version) = u64::from_str_radix(version, 16)
-        {
-            versions.push(version);
-        }
+        let name = listed.name.strip_prefix("backups/").and_then(|name| name.strip_suffix(".json"));
+        newest = newest.max(name.and_then(BackupId::parse));
         Ok(())
     })?;
-    versions.sort_unstable();
-    Ok(versions)
+    Ok(newest)
 }
 
-pub fn read_manifest(tier: &ObjectTier, version: u64) -> Result<BackupManifest> {
-    let name = manifest_name(version);
+pub fn read_manifest(tier: &ObjectTier, id: BackupId) -> Result<BackupManifest> {
+    let name = manifest_name(id);
     let bytes = tier.get_all(&name)?;
     let manifest: BackupManifest = serde_json::from_slice(&bytes)
         .map_err(|cause| Error::corrupt(format!("{}/{name} is damaged: {cause}", tier.location())))?;
@@ -201,7 +220,8 @@ impl Volume {
     fn backup_to(&self, tiers: &Tiers) -> Result<message::BackupDone> {
         let tier = &tiers.remote.tier;
         tiers.remote.confirm_owner(Duration::ZERO)?;
-        let last = self.reconcile(tier)?;
+        let epoch = tiers.owner.epoch;
+        let last = self.reconcile(tier, epoch)?;
         self.flusher.flush_all()?;
         if let Some(last) = &last
             && last.globals_crc == globals_crc(&self.globals()?)
@@ -236,7 +256,7 @@ impl Volume {
     }
 
     /// Which backup is the last one that is complete. A crash may have come between the bucket's word and ours.
-    fn reconcile(&self, tier: &ObjectTier) -> Result<Option<Backup>> {
+    fn reconcile(&self, tier: &ObjectTier, epoch: u64) -> Result<Option<Backup>> {
         let known = self.last_backup()?;
         let held = self.held_versions()?;
         let unknown: Vec<Version> =
@@ -244,12 +264,12 @@ impl Volume {
         if unknown.is_empty() {
             return Ok(known);
         }
-        let listed = listed_backups(tier)?;
-        let newest = listed.last().copied().map(Version);
+        let newest = newest_backup(tier)?;
         let mut last = known;
         for version in unknown {
-            if newest == Some(version) {
-                let manifest = read_manifest(tier, version.0)?;
+            let id = BackupId { epoch, version };
+            if newest == Some(id) {
+                let manifest = read_manifest(tier, id)?;
                 // Its rows without versions are not at hand: the next backup stores them again.
                 let backup = Backup { version, created: Timestamp(manifest.created_ns), globals_crc: 0 };
                 self.complete(backup, known.map(|known| known.version))?;
@@ -290,13 +310,15 @@ impl Volume {
         created: Timestamp,
     ) -> Result<(BackupManifest, u32, u64, u64)> {
         let tier = &tiers.remote.tier;
+        let epoch = tiers.owner.epoch;
+        let id = BackupId { epoch, version };
         let globals = self.globals()?;
         let waits = self.flusher.hurry(tiers.remote.uploads.all_dirty());
         self.flusher.packs.close();
         self.flusher.wait_clean(&waits)?;
         crash::point("backup-clean");
         let mut steps = match last {
-            Some(last) => read_manifest(tier, last.version.0)?.steps,
+            Some(last) => read_manifest(tier, BackupId { epoch, version: last.version })?.steps,
             None => Vec::new(),
         };
         let mut from = last.map_or(Version(0), |last| last.version);
@@ -313,7 +335,7 @@ impl Volume {
                 continue;
             }
             let step = Step { volume: self.id(), from, to };
-            let objects = self.store_step(tier, step)?;
+            let objects = self.store_step(tier, epoch, step)?;
             rows += objects.iter().map(|object| object.rows).sum::<u64>();
             bytes += objects.iter().map(|object| object.bytes).sum::<u64>();
             steps.push(StepObjects { from: from.0, to: to.0, objects });
@@ -324,12 +346,12 @@ impl Volume {
             writer.push(key, Some(value));
         }
         let step = Step { volume: self.id(), from: version, to: version };
-        let globals_object =
-            put_rows(tier, &mut writer, step, &format!("backups/{:016x}/globals.rows", version.0))?;
+        let globals_object = put_rows(tier, &mut writer, step, &format!("backups/{id}/globals.rows"))?;
         let manifest = BackupManifest {
             headrace: "backup".to_owned(),
             format: FORMAT,
             volume: self.id().to_string(),
+            epoch,
             version: version.0,
             created_ns: created.0,
             steps,
@@ -339,12 +361,11 @@ impl Volume {
             .map_err(|cause| Error::internal("encode a backup's manifest").with_cause(cause))?;
         // Somebody else may have taken the volume over meanwhile.
         tiers.remote.confirm_owner(Duration::ZERO)?;
-        match tier.create(&manifest_name(version.0), text)? {
+        match tier.create(&manifest_name(id), text)? {
             Stored::New => Ok((manifest, globals_crc(&globals), rows, bytes)),
-            Stored::Existed => Err(Error::new(
-                Kind::Conflict,
-                format!("{} holds a backup of version {} already", tier.location(), version.0),
-            )),
+            Stored::Existed => {
+                Err(Error::new(Kind::Conflict, format!("{} holds backup {id} already", tier.location())))
+            }
         }
     }
 
@@ -364,7 +385,7 @@ impl Volume {
         Ok(versions)
     }
 
-    fn store_step(&self, tier: &ObjectTier, step: Step) -> Result<Vec<RowsObject>> {
+    fn store_step(&self, tier: &ObjectTier, epoch: u64, step: Step) -> Result<Vec<RowsObject>> {
         let mut objects = Vec::new();
         let mut writer = RowsWriter::default();
         let mut start: Key = b"a".to_vec();
@@ -383,7 +404,7 @@ impl Volume {
             for (key, value) in rows {
                 writer.push(&key, value.as_deref());
                 if writer.bytes() >= OBJECT_BYTES {
-                    objects.push(put_rows(tier, &mut writer, step, &rows_name(step, objects.len()))?);
+                    objects.push(put_rows(tier, &mut writer, step, &rows_name(epoch, step, objects.len()))?);
                 }
             }
             match last {
@@ -392,7 +413,7 @@ impl Volume {
             }
         }
         if writer.rows() > 0 {
-            objects.push(put_rows(tier, &mut writer, step, &rows_name(step, objects.len()))?);
+            objects.push(put_rows(tier, &mut writer, step, &rows_name(epoch, step, objects.len()))?);
         }
         Ok(objects)
     }
@@ -418,8 +439,8 @@ fn globals_crc(rows: &[(Key, Vec<u8>)]) -> u32 {
     crc32c(&all)
 }
 
-fn rows_name(step: Step, number: usize) -> String {
-    format!("backups/{:016x}/{:016x}-{number:06}.rows", step.to.0, step.from.0)
+fn rows_name(epoch: u64, step: Step, number: usize) -> String {
+    format!("backups/{}/{:016x}-{number:06}.rows", BackupId { epoch, version: step.to }, step.from.0)
 }
 
 fn put_rows(tier: &ObjectTier, writer: &mut RowsWriter, step: Step, name: &str) -> Result<RowsObject> {
@@ -442,7 +463,7 @@ fn clean_backups(tier: &ObjectTier, newest: &BackupManifest) -> Result<()> {
     let mut needed: HashSet<String> =
         newest.steps.iter().flat_map(|step| &step.objects).map(|object| object.name.clone()).collect();
     needed.insert(newest.globals.name.clone());
-    needed.insert(manifest_name(newest.version));
+    needed.insert(manifest_name(BackupId { epoch: newest.epoch, version: Version(newest.version) }));
     let mut stray = Vec::new();
     tier.list("backups", |listed| {
         if !needed.contains(&listed.name) {
@@ -457,9 +478,11 @@ fn clean_backups(tier: &ObjectTier, newest: &BackupManifest) -> Result<()> {
 /// Starts the thread that backs the volume up. It holds the volume only while it works.
 pub fn start(volume: &Arc<Volume>) -> Result<std::thread::JoinHandle<()>> {
     let backups = Arc::clone(&volume.backups);
+    let adopted = volume.tiers.as_ref().is_some_and(|tiers| tiers.owner.epoch > 0);
+    // A folder that took a volume over has no backup of its own yet, and the collector waits for it.
+    let mut pause = if adopted && volume.last_backup()?.is_none() { Duration::ZERO } else { EVERY };
     let volume = Arc::downgrade(volume);
     headrace_base::thread::spawn("backup", move || {
-        let mut pause = EVERY;
         while backups.rest(pause) {
             let Some(volume) = volume.upgrade() else { return };
             pause = match volume.backup() {

@@ -186,9 +186,19 @@ impl Collector {
 
     fn remove(&self, segment: SegmentId, kind: SegmentKind) {
         crash::point("before-collect");
-        if let Err(error) = self.segments.remove(segment, kind) {
+        if let Err(error) = self.check_backup().and_then(|()| self.segments.remove(segment, kind)) {
             self.later(segment, kind, &error);
         }
+    }
+
+    /// A folder that took a volume over has only the backup that it was made from until its own first one: what that
+    /// names stays.
+    fn check_backup(&self) -> Result<()> {
+        let adopted = self.segments.remote.as_ref().is_some_and(|remote| remote.owner().epoch > 0);
+        if adopted && self.store.get(&key::backup(), At::Latest)?.is_none() {
+            return Err(Error::new(Kind::Unavailable, "the first backup of this folder is not complete yet"));
+        }
+        Ok(())
     }
 
     /// Looks at it again with the next burst.

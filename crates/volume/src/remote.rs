@@ -27,6 +27,7 @@ use headrace_format::record::SegmentKind;
 use headrace_meta::MetaStore;
 use headrace_object::{ObjectTier, Sink, Urgency};
 
+use crate::room::reserve_bytes;
 use crate::segments::{Fetch, not_here};
 use crate::tiers::{self, Owner};
 use crate::uploads::Uploads;
@@ -185,6 +186,10 @@ impl Remote {
         tiers::confirm(&self.tier, self.owner)?;
         *confirmed = Some(now);
         Ok(())
+    }
+
+    pub fn owner(&self) -> Owner {
+        self.owner
     }
 
     pub fn bytes_max(&self) -> u64 {
@@ -647,7 +652,9 @@ impl Remote {
         let total = || self.clean_bytes() + self.uploads.dirty_bytes();
         let crowded = |slack: u64| {
             total() + bytes + slack > self.bytes_max
-                || self.flash.space().is_ok_and(|(disk, _, free)| free < bytes + slack + disk / 50)
+                || self.flash.space().is_ok_and(|(disk, _, free)| {
+                    free < bytes + slack.min(disk / EVICT_SHARE) + (disk / 50).max(reserve_bytes(disk))
+                })
         };
         if !crowded(0) {
             return;

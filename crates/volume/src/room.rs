@@ -26,23 +26,41 @@ pub struct Room {
     /// Some: the volume has an object tier, and what is clean can go.
     remote: Option<Arc<Remote>>,
     reserve_bytes: u64,
+    segment_bytes_max: u64,
 }
 
-/// Of the flash tier, what may be dirty: the rest is for the segments that are open, and for reads.
-fn dirty_bytes_max(remote: &Remote) -> u64 {
-    remote.bytes_max() / 10 * 9
+/// What is kept of a disk of so many bytes.
+pub fn reserve_bytes(disk_bytes: u64) -> u64 {
+    RESERVE_BYTES_MAX.min(disk_bytes / RESERVE_SHARE)
 }
 
 impl Room {
     pub fn new(flash: Arc<Flash>, remote: Option<Arc<Remote>>) -> Result<Room> {
         let (total, _, _) = flash.space()?;
-        Ok(Room { flash, remote, reserve_bytes: RESERVE_BYTES_MAX.min(total / RESERVE_SHARE) })
+        let mut room =
+            Room { flash, remote, reserve_bytes: reserve_bytes(total), segment_bytes_max: u64::MAX };
+        if let Some(remote) = &room.remote {
+            room.segment_bytes_max = room.flash_bytes_max(remote)? / SEGMENTS_MIN;
+        }
+        Ok(room)
+    }
+
+    /// What the flash tier may take: its size, or less where the disk has no more.
+    fn flash_bytes_max(&self, remote: &Remote) -> Result<u64> {
+        let (_, _, available) = self.flash.space()?;
+        let held = remote.clean_bytes() + remote.uploads.dirty_bytes();
+        Ok(remote.bytes_max().min((available + held).saturating_sub(self.reserve_bytes)))
+    }
+
+    /// Of that, what may be dirty: the rest is for the segments that are open, and for reads.
+    fn dirty_bytes_max(&self, remote: &Remote) -> Result<u64> {
+        Ok(self.flash_bytes_max(remote)? / 10 * 9)
     }
 
     /// Full unless `bytes` of file contents can be stored. Asks the kernel: about a microsecond.
     pub fn check_bytes(&self, bytes: u64) -> Result<()> {
         let Some(remote) = &self.remote else { return self.check(bytes, self.reserve_bytes) };
-        let dirty_max = dirty_bytes_max(remote);
+        let dirty_max = self.dirty_bytes_max(remote)?;
         if let Err(failing) = remote.uploads.wait_for_room(bytes, dirty_max, BACKLOG_PATIENCE) {
             return Err(Error::errno(
                 errno::ENOSPC,
@@ -59,14 +77,16 @@ impl Room {
 
     /// Whether `check_bytes` may have to wait for uploads.
     pub fn is_near(&self, bytes: u64) -> bool {
-        self.remote
-            .as_ref()
-            .is_some_and(|remote| remote.uploads.dirty_bytes() + bytes > dirty_bytes_max(remote) / 4 * 3)
+        self.remote.as_ref().is_some_and(|remote| {
+            // A disk that cannot be asked is met by the write itself.
+            let dirty_max = self.dirty_bytes_max(remote).unwrap_or(0);
+            remote.uploads.dirty_bytes() + bytes > dirty_max / 4 * 3
+        })
     }
 
     /// A segment may have this many bytes: several must fit on flash beside each other.
     pub fn segment_bytes_max(&self) -> u64 {
-        self.remote.as_ref().map_or(u64::MAX, |remote| remote.bytes_max() / SEGMENTS_MIN)
+        self.segment_bytes_max
     }
 
     /// Full unless a new name can be stored.

@@ -77,7 +77,7 @@ pub struct TierStatus {
 #[derive(Debug)]
 pub struct Tiers {
     pub remote: Arc<Remote>,
-    owner: Owner,
+    pub owner: Owner,
     /// The outcome of the last check.
     checked: Arc<(Mutex<Check>, Condvar)>,
     opened: Instant,

@@ -593,6 +593,7 @@ fn write_marker(file: &mut File, folder: &Path, marker: &Marker) -> Result<()> {
         .map_err(|cause| Error::internal("encode the marker").with_cause(cause))?;
     let written = (|| {
         file.set_len(0)?;
+        file.rewind()?;
         file.write_all(text.as_bytes())?;
         file.write_all(b"\n")?;
         file.sync_all()?;

@@ -22,10 +22,11 @@ use headrace_format::key::{self, Key};
 use headrace_format::record::{Session, SessionState};
 use rusqlite::{Connection, OptionalExtension, Transaction, TransactionBehavior};
 
+use crate::store::{Cleaned, Kept};
+
 use super::overlay::Layer;
 use super::schema::{PAGE_BYTES, explain, protect, verify};
 use super::{Shared, lock, read, versions, write};
-use crate::store::{Cleaned, Kept};
 
 /// How long a commit that nobody waits for may stay in memory. Half of what the store promises; the rest is
 /// for the writing itself.
@@ -96,15 +97,7 @@ impl Writer {
 
     /// Writes the layer in a transaction, which is left to commit. Refused (ESTALE) if the session is not alive.
     pub fn write(&mut self, layer: &Layer, version: Version) -> Result<Transaction<'_>> {
-        let newest_kept = self.newest_kept(version);
-        let mut rows =
-            Rows { path: &self.path, version: sql_version(version)?, newest_kept, scratch: Vec::new() };
-        let transaction = begin(&mut self.connection, &self.path)?;
-        let Some(record) = alive(&transaction, &self.path, &self.session_key)? else {
-            return Err(stale(self.session));
-        };
-        rows.write_layer(&transaction, layer, (&self.session_key, record, self.op_base))?;
-        Ok(transaction)
+        self.write_over(None, layer, version)
     }
 
     /// As `write`, but first every versioned key gets the value that it had at version `past`.
@@ -117,6 +110,15 @@ impl Writer {
         if past >= version || self.kept.as_ref().is_some_and(|kept| !kept.contains(&past)) {
             return Err(Error::invalid(format!("version {} cannot be restored: it is not kept", past.0)));
         }
+        self.write_over(Some(past), layer, version)
+    }
+
+    fn write_over(
+        &mut self,
+        past: Option<Version>,
+        layer: &Layer,
+        version: Version,
+    ) -> Result<Transaction<'_>> {
         let newest_kept = self.newest_kept(version);
         let mut rows =
             Rows { path: &self.path, version: sql_version(version)?, newest_kept, scratch: Vec::new() };
@@ -124,7 +126,9 @@ impl Writer {
         let Some(record) = alive(&transaction, &self.path, &self.session_key)? else {
             return Err(stale(self.session));
         };
-        rows.restore(&transaction, sql_version(past)?)?;
+        if let Some(past) = past {
+            rows.restore(&transaction, sql_version(past)?)?;
+        }
         rows.write_layer(&transaction, layer, (&self.session_key, record, self.op_base))?;
         Ok(transaction)
     }

@@ -339,6 +339,49 @@ fn deletes_leave_rows_only_where_a_frozen_version_is_hidden() {
 }
 
 #[test]
+fn a_database_from_before_snapshots_gets_its_index() {
+    let mut world = Sqlite::new();
+    let store = world.store();
+    commit(&store, vec![put(b"ia", b"1"), put(b"ib", b"1")], Durability::Durable).unwrap();
+    let first = store.seal(Commit::default()).unwrap();
+    commit(&store, vec![put(b"ib", b"2")], Durability::Durable).unwrap();
+    drop(store);
+    world.leave();
+    let other = schema::connect(&world.path(), Role::Writer).unwrap();
+    other.execute_batch("DROP INDEX kv_written").unwrap();
+    drop(other);
+    let store = world.store();
+    assert_eq!(store.written(first, At::Latest, b"a", b"z", 10).unwrap(), [b"ib".to_vec()]);
+    store.restore(first, Commit::default()).unwrap();
+    assert_eq!(store.get(b"ib", At::Latest).unwrap(), Some(b"1".to_vec()));
+}
+
+#[test]
+fn only_kept_versions_are_restored_and_only_others_cleaned() {
+    let mut world = Sqlite::new();
+    let store = world.store();
+    commit(&store, vec![put(b"ia", b"1")], Durability::Durable).unwrap();
+    let first = store.seal(Commit::default()).unwrap();
+    let current = store.version();
+    assert_eq!(store.clean(first, b"", 10).unwrap_err().kind(), Kind::Invalid, "all are kept at first");
+    assert_eq!(error_of(store.restore(current, Commit::default())).kind(), Kind::Invalid);
+    store.keep(&crate::store::Kept { versions: vec![], since: current });
+    assert_eq!(error_of(store.restore(first, Commit::default())).kind(), Kind::Invalid);
+    assert_eq!(store.clean(first, b"", 10).unwrap(), crate::store::Cleaned::default());
+    // One that ends after the list was made is kept.
+    let second = store.seal(Commit::default()).unwrap();
+    assert_eq!(store.clean(second, b"", 10).unwrap_err().kind(), Kind::Invalid);
+    store.keep(&crate::store::Kept { versions: vec![], since: second });
+    assert_eq!(store.clean(second, b"", 10).unwrap_err().kind(), Kind::Invalid);
+    let failed = store.restore(
+        second,
+        Commit { preconditions: vec![], writes: vec![crate::store::Write::DeletePrefix(b"ia".to_vec())] },
+    );
+    assert_eq!(error_of(failed).kind(), Kind::Invalid);
+    assert_eq!(store.written(Version(0), At::Latest, b"a", b"z", 10).unwrap_err().kind(), Kind::Invalid);
+}
+
+#[test]
 fn the_log_is_copied_and_starts_over_under_steady_writes() {
     let mut world = Sqlite::new();
     let store = world.store();

@@ -15,12 +15,12 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::atomic::Ordering;
 
 use headrace_base::error::errno;
 use headrace_base::{Error, Result, Version, crash};
 use headrace_format::key::{self, Key};
 use rusqlite::{Connection, OptionalExtension, Transaction};
-use std::sync::atomic::Ordering;
 
 use crate::store::{At, Cleaned, Commit, CommitError, Sequence};
 

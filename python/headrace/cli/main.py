@@ -105,7 +105,7 @@ def cli(debug: bool) -> None:
     "--from",
     "from_url",
     metavar="s3://BUCKET/PREFIX",
-    help="Bring back the volume that is durable there, from its last backup. It is this folder's from then on.",
+    help="Bring back the volume that is durable there, from its last backup. From then on it is this one.",
 )
 @click.option("--endpoint", metavar="URL", help="Of a store that is not Amazon's.")
 @click.option("--region", metavar="NAME", help="Of the bucket. Default: as the AWS tools have it.")

@@ -266,8 +266,8 @@ def status(**fields: Any) -> Canned:
         "engine": "0.1.0", "pid": 42, "volume": "0" * 26, "path": b"/v\xff", "format": 1, "started_ns": 0,
         "session": "1" * 26, "resident_bytes": 1 << 20, "memory_bytes_max": 1 << 28, "buffers_bytes": 0,
         "dirty_bytes": 0, "mounts": [{"mountpoint": b"/mnt", "read_only": True, "requests": 3}], "clients": 1,
-        "streams": 0, "seals": 0, "segments": 0, "segment_bytes": 0, "inodes": 1, "object": None, "recovery": [],
-        "warnings": ["flash\x1b 97 % full"],
+        "streams": 0, "seals": 0, "segments": 0, "segment_bytes": 0, "inodes": 1, "object": None,
+        "recovery": [], "warnings": ["flash\x1b 97 % full"],
     }  # fmt: skip
     return Canned({**whole, **fields})
 

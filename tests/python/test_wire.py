@@ -26,6 +26,7 @@ ANSWERS: dict[str, Any] = {
     "attr": message.Attr,
     "backup_done": message.BackupDone,
     "batch_layout": message.BatchLayout,
+    "compacted": message.Compacted,
     "differences": message.Differences,
     "evicted": message.Evicted,
     "listing": message.Listing,

@@ -145,6 +145,8 @@ pub enum Request {
     },
     /// Everything written before is durable when the answer comes.
     Sync {},
+    /// Looks for packs that are mostly dead or small, and writes them anew. -> Compacted
+    Compact {},
     /// Backs the metadata up now, unless nothing changed. Waits for uploads. -> BackupDone
     Backup {},
     /// How much of these files is where. Directories and links have nothing. -> TierReport
@@ -246,6 +248,7 @@ impl Request {
             Request::Listxattr { .. } => "listxattr",
             Request::Removexattr { .. } => "removexattr",
             Request::Sync {} => "sync",
+            Request::Compact {} => "compact",
             Request::Backup {} => "backup",
             Request::Tier { .. } => "tier",
             Request::Warm { .. } => "warm",
@@ -568,6 +571,13 @@ pub struct ObjectStatus {
     pub failing: Option<String>,
     /// When the last backup of the metadata that is complete was begun; None: there is none yet.
     pub backup_ns: Option<i64>,
+}
+
+/// What was written anew: packs, and bytes of all records in them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Compacted {
+    pub packs: u64,
+    pub bytes: u64,
 }
 
 /// What a backup of the metadata is.

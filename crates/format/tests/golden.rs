@@ -98,7 +98,7 @@ fn wire<T: Serialize + DeserializeOwned + PartialEq + Debug>(
 }
 
 /// A new op does not compile until `Request::name` knows it; without an example below, the count differs.
-const OPS: usize = 45;
+const OPS: usize = 46;
 
 fn bytes(text: &[u8]) -> serde_bytes::ByteBuf {
     serde_bytes::ByteBuf::from(text)
@@ -166,6 +166,7 @@ fn requests() -> Vec<Request> {
         Request::Removexattr { path: path(), name: bytes(b"user.a") },
         Request::Sync {},
         Request::Backup {},
+        Request::Compact {},
         Request::Tier { paths: vec![bytes(b"/a"), bytes(b"/caf\xE9")] },
         Request::Warm { paths: vec![bytes(b"/a")] },
         Request::Evict { paths: None },
@@ -363,6 +364,7 @@ fn wire_messages() {
     let report = TierReport { files: 3, bytes: 1 << 20, flash_bytes: 1 << 19, dirty_bytes: 4096 };
     let done =
         BackupDone { version: 9, created_ns: 1_760_000_000_000_000_000, changed: true, rows: 12, bytes: 999 };
+    wire(into, "answer.compacted", Answer::Ok(Compacted { packs: 3, bytes: 1 << 20 }));
     wire(into, "answer.backup_done", Answer::Ok(done));
     wire(into, "answer.tier_report", Answer::Ok(report));
     wire(into, "answer.evicted", Answer::Ok(Evicted { bytes: 1 << 30 }));

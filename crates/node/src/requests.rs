@@ -195,6 +195,10 @@ impl Session {
                 self.volume().removexattr(Origin::SOCKET, attr.ino, &name)?;
                 self.changed()
             }
+            Request::Compact {} => {
+                self.check_operator("write packs anew")?;
+                Reply::of(self.volume().compact()?)
+            }
             Request::Backup {} => {
                 self.check_operator("back up the metadata")?;
                 Reply::of(self.volume().backup()?)

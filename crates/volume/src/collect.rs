@@ -87,7 +87,8 @@ impl Collector {
         let Some(remote) = &self.segments.remote else { return Ok(0) };
         let listed = remote.list()?;
         let named = named_ends(&*self.store)?;
-        let suspects = listed.into_iter().filter(|(segment, _)| !named.contains_key(segment));
+        let suspects = listed.into_iter().map(|file| (file.segment, file.kind));
+        let suspects = suspects.filter(|(segment, _)| !named.contains_key(segment));
         self.collect(live, suspects.collect())
     }
 

@@ -14,7 +14,7 @@ use headrace_format::record::{Extent, FileKind};
 use headrace_meta::{At, Commit, Write};
 
 use crate::extents;
-use crate::flush::Inline;
+use crate::flush::Again;
 use crate::live::{Pin, State, no_inode};
 use crate::namespace::erase;
 use crate::past::{PastFile, is_live};
@@ -279,7 +279,7 @@ impl OpenFile {
     /// Bytes are in a segment and committed, not necessarily durable.
     pub fn flush(&self) -> Result<()> {
         match &self.body {
-            Body::Live(pin) => self.volume.flusher.flush_inode(pin, Inline::Leave),
+            Body::Live(pin) => self.volume.flusher.flush_inode(pin, Again::Nothing),
             Body::Past(_) => Ok(()),
         }
     }

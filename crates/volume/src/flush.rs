@@ -32,7 +32,7 @@ use crate::gate::Gate;
 use crate::live::{Live, LiveTable, Pin, State, region_writes};
 use crate::namespace::Names;
 use crate::packs::{OpenPack, Packs, must_commit};
-use crate::placed::{Placed, read_inline};
+use crate::placed::Placed;
 use crate::room::Room;
 use crate::segments::{Fetch, Segments, is_not_here};
 use crate::uploads::Uploads;
@@ -107,6 +107,8 @@ struct Taken {
     segments: Vec<SegmentId>,
     writer: Option<FileSegmentWriter>,
     close_writer: bool,
+    /// Its path as an earlier record has it.
+    path: Vec<u8>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -115,12 +117,32 @@ enum Road {
     FileSegment,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Inline {
-    /// Leave them where they are.
-    Leave,
-    /// Move them into the pack with the rest.
-    Move,
+/// What is written again with the dirty bytes although it is placed already.
+#[derive(Clone, Copy, Debug)]
+pub enum Again<'a> {
+    Nothing,
+    /// Bytes that ride in the metadata store.
+    Inline,
+    /// What lies in one pack, which is to go.
+    Pack(&'a Leaving),
+}
+
+/// A pack whose live records move into the open one.
+#[derive(Debug)]
+pub struct Leaving {
+    pub segment: SegmentId,
+    /// The path of each inode in it as its record has it: for the new one, where nobody has looked it up since.
+    pub paths: HashMap<Ino, Vec<u8>>,
+}
+
+impl Again<'_> {
+    fn takes(&self, extent: &Extent) -> bool {
+        match self {
+            Again::Nothing => false,
+            Again::Inline => matches!(extent.place, Place::Inline { .. }),
+            Again::Pack(leaving) => segment_of(&extent.place) == Some(leaving.segment),
+        }
+    }
 }
 
 impl Flusher {
@@ -221,7 +243,7 @@ impl Flusher {
             if !streams || state.busy {
                 return Ok(());
             }
-            self.take(pin, &mut state, Inline::Leave)?
+            self.take(pin, &mut state, Again::Nothing)?
         };
         let Some(taken) = taken else { return Ok(()) };
         let mut batch = vec![taken];
@@ -237,10 +259,10 @@ impl Flusher {
     }
 
     /// Everything of this inode is in a segment and committed when it returns; durable after `store.sync`.
-    pub fn flush_inode(&self, pin: &Pin, inline: Inline) -> Result<()> {
+    pub fn flush_inode(&self, pin: &Pin, again: Again<'_>) -> Result<()> {
         let taken = {
             let mut state = pin.lock_idle();
-            self.take(pin, &mut state, inline)?
+            self.take(pin, &mut state, again)?
         };
         match taken {
             Some(taken) => self.flush_taken(vec![taken]),
@@ -267,7 +289,7 @@ impl Flusher {
                 self.commit_inline(pin, &mut state)?;
                 None
             } else {
-                Some(self.take(pin, &mut state, Inline::Move)?)
+                Some(self.take(pin, &mut state, Again::Inline)?)
             }
         };
         if let Some(Some(taken)) = road {
@@ -379,7 +401,7 @@ impl Flusher {
     /// Flushes all that is ahead, and makes the commits durable.
     pub fn flush_all(&self) -> Result<()> {
         let pins: Vec<Pin> = self.lock().ahead.values().map(|(pin, _)| pin.clone()).collect();
-        self.flush_pins(pins, Inline::Leave, Wait::UntilIdle)?;
+        self.flush_pins(pins, Again::Nothing, Wait::UntilIdle)?;
         self.store.sync()
     }
 
@@ -417,26 +439,31 @@ impl Flusher {
         }
     }
 
+    /// Reads for a flush. Nobody's flush waits for the object tier: what is there alone can be rewritten later.
+    fn placed(&self, ino: Ino) -> Placed<'_> {
+        Placed { store: &*self.store, segments: &self.segments, ino, at: At::Latest, fetch: Fetch::Refuse }
+    }
+
     /// A file segment that must end here although its file does not: its bytes are to be stored.
     fn is_outgrown(&self, writer: &FileSegmentWriter) -> bool {
         self.uploads().is_some()
             && (writer.age() > FILE_OPEN_AGE_MAX || writer.bytes() >= self.room.segment_bytes_max())
     }
 
-    fn take(&self, pin: &Pin, state: &mut State, inline: Inline) -> Result<Option<Taken>> {
+    fn take(&self, pin: &Pin, state: &mut State, again: Again<'_>) -> Result<Option<Taken>> {
         if state.removed {
             self.gate.release(state.dirty.bytes());
             state.dirty = DirtyRanges::default();
             state.uncommitted = false;
             return Ok(None);
         }
-        let moves_inline = inline == Inline::Move && state.has_inline();
+        let moves = state.extents.iter().any(|extent| again.takes(extent));
         let closes =
             state.writer.as_ref().is_some_and(|writer| state.writers == 0 || self.is_outgrown(writer));
-        if !state.is_ahead() && !moves_inline && !closes {
+        if !state.is_ahead() && !moves && !closes {
             return Ok(None);
         }
-        let beneath = self.read_beneath(pin.ino, state, moves_inline)?;
+        let beneath = self.read_beneath(pin.ino, state, again)?;
         let mut ranges = std::mem::take(&mut state.dirty);
         if !beneath.is_empty() {
             self.gate.add(beneath.bytes());
@@ -479,19 +506,21 @@ impl Flusher {
             segments: Vec::new(),
             writer,
             close_writer,
+            path: match again {
+                Again::Pack(leaving) => leaving.paths.get(&pin.ino).cloned().unwrap_or_default(),
+                _ => Vec::new(),
+            },
         }))
     }
 
-    /// Bytes that are placed already and are written again with the dirty ones: those in the metadata store if
-    /// they are to move, and stretches of the file that have become a patchwork.
-    fn read_beneath(&self, ino: Ino, state: &State, moves_inline: bool) -> Result<DirtyRanges> {
+    /// Bytes that are placed already and are written again with the dirty ones: those that are to move, and
+    /// stretches of the file that have become a patchwork.
+    fn read_beneath(&self, ino: Ino, state: &State, again: Again<'_>) -> Result<DirtyRanges> {
         let mut beneath = DirtyRanges::default();
-        if moves_inline {
-            for extent in state.extents.iter() {
-                if let Place::Inline { .. } = extent.place {
-                    beneath.write(extent.file_offset, &read_inline(&*self.store, ino, extent, At::Latest)?);
-                }
-            }
+        for extent in state.extents.iter().filter(|extent| again.takes(extent)) {
+            let mut bytes = vec![0; extent.length as usize];
+            self.placed(ino).read(std::slice::from_ref(extent), extent.file_offset, &mut bytes)?;
+            beneath.write(extent.file_offset, &bytes);
         }
         if state.extents.len() <= WINDOW_EXTENTS_MAX {
             return Ok(beneath);
@@ -512,15 +541,7 @@ impl Flusher {
                 let from = extent.file_offset.max(start);
                 let to = (extent.file_offset + extent.length).min(end);
                 let mut bytes = vec![0; (to - from) as usize];
-                let placed = Placed {
-                    store: &*self.store,
-                    segments: &self.segments,
-                    ino,
-                    at: At::Latest,
-                    // Nobody's flush waits for the object tier: what is there alone can be rewritten later.
-                    fetch: Fetch::Refuse,
-                };
-                match placed.read(std::slice::from_ref(extent), from, &mut bytes) {
+                match self.placed(ino).read(std::slice::from_ref(extent), from, &mut bytes) {
                     Ok(()) => beneath.write(from, &bytes),
                     Err(error) if is_not_here(&error) => {}
                     // Damaged bytes stay where they are, to be reported to whoever reads them.
@@ -749,9 +770,13 @@ impl Flusher {
 
     fn origin_of(&self, taken: &Taken, file_offset: u64) -> SegmentOrigin {
         let state = taken.pin.lock();
+        let mut path = self.names.path(taken.pin.ino);
+        if path.is_empty() {
+            path.clone_from(&taken.path);
+        }
         SegmentOrigin {
             ino: taken.pin.ino,
-            path: self.names.path(taken.pin.ino),
+            path,
             mode: state.inode.mode,
             uid: state.inode.uid,
             gid: state.inode.gid,
@@ -761,7 +786,7 @@ impl Flusher {
         }
     }
 
-    fn flush_pins(&self, pins: Vec<Pin>, inline: Inline, wait: Wait) -> Result<()> {
+    fn flush_pins(&self, pins: Vec<Pin>, again: Again<'_>, wait: Wait) -> Result<()> {
         let mut pins = pins;
         // In the order of creation, which is the order in which they will be read.
         pins.sort_by_key(|pin| pin.ino);
@@ -778,7 +803,7 @@ impl Flusher {
                 if state.busy {
                     continue;
                 }
-                match self.take(&pin, &mut state, inline) {
+                match self.take(&pin, &mut state, again) {
                     Ok(Some(taken)) => {
                         bytes += taken.ranges.bytes();
                         batch.push(taken);
@@ -833,7 +858,7 @@ impl Flusher {
                 return;
             }
             let working = self.background.read().unwrap_or_else(PoisonError::into_inner);
-            let mut outcome = self.flush_pins(pins, Inline::Leave, Wait::Skip);
+            let mut outcome = self.flush_pins(pins, Again::Nothing, Wait::Skip);
             if !inline.is_empty() {
                 let moved = self.move_inline(inline);
                 outcome = outcome.and(moved);
@@ -864,9 +889,24 @@ impl Flusher {
             }
         }
         let inodes: Vec<Ino> = pins.iter().map(|pin| pin.ino).collect();
-        self.flush_pins(pins, Inline::Move, Wait::UntilIdle).inspect_err(|_| {
+        self.flush_pins(pins, Again::Inline, Wait::UntilIdle).inspect_err(|_| {
             inodes.iter().for_each(|ino| self.note_inline(*ino));
         })
+    }
+
+    /// Writes what inodes have in a pack into the open one, and commits it; an inode that has nothing there any more is
+    /// left alone. The pack must be on flash. Waits while the present is being restored from a snapshot.
+    pub fn empty_pack(&self, leaving: &Leaving) -> Result<()> {
+        let _working = self.background.read().unwrap_or_else(PoisonError::into_inner);
+        let mut pins = Vec::new();
+        for ino in leaving.paths.keys() {
+            match self.live.pin(&*self.store, *ino) {
+                Ok(pin) => pins.push(pin),
+                Err(error) if error.kind() == Kind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
+        self.flush_pins(pins, Again::Pack(leaving), Wait::UntilIdle)
     }
 
     /// Inodes that have bytes in the metadata store, forgotten here: the caller moves them.
@@ -879,7 +919,7 @@ impl Flusher {
         let mut state = pin.lock_idle();
         if state.is_ahead() && !state.removed {
             drop(state);
-            self.flush_inode(pin, Inline::Leave)?;
+            self.flush_inode(pin, Again::Nothing)?;
             state = pin.lock_idle();
         }
         self.abandon_writer(&mut state);

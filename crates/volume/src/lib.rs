@@ -21,6 +21,7 @@
 //! | `seal`, `sealed` | freezing a subtree; reading it without locks |
 //! | `snapshots`, `past`, `diff` | snapshots: make, delete, restore; reading one as a folder; comparing two |
 //! | `versions` | which versions are readable; cleaning after those that are not |
+//! | `compact` | writing packs anew that are mostly dead, or small |
 //! | `collect` | giving back segments that nothing can reach |
 //! | `changes` | telling mounts what changed through other doors |
 //! | `extents`, `dirty` | pure maps from file offsets to places and to bytes |
@@ -37,6 +38,7 @@ mod backup;
 mod by_path;
 mod changes;
 mod collect;
+mod compact;
 mod diff;
 mod directory;
 mod dirty;

@@ -52,10 +52,6 @@ pub struct State {
 }
 
 impl State {
-    pub fn has_inline(&self) -> bool {
-        self.extents.iter().any(|extent| matches!(extent.place, Place::Inline { .. }))
-    }
-
     pub fn attr(&self, ino: Ino) -> Attr {
         let mut attr = Attr::of(ino, &self.inode);
         if self.inode.kind == FileKind::File {

@@ -19,7 +19,7 @@ use headrace_meta::{At, Commit, CommitError, Durability, MetaStore, Precondition
 
 use crate::extents;
 use crate::file::OpenFile;
-use crate::flush::Inline;
+use crate::flush::Again;
 use crate::live::{Pin, State, load_inode, no_inode};
 use crate::past::{FOLDER_NAME, Place as Where, is_live};
 use crate::types::{
@@ -671,7 +671,7 @@ impl Volume {
             && source.kind == FileKind::File
             && let Some(pin) = self.live.find(source.ino)
         {
-            self.flusher.flush_inode(&pin, Inline::Leave)?;
+            self.flusher.flush_inode(&pin, Again::Nothing)?;
         }
         Ok(())
     }

@@ -23,7 +23,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use headrace_base::{Error, Kind, MIB, Result, SegmentId, time};
-use headrace_flash::{Flash, PART_BLOCK_BYTES, Ranges, SegmentPart, is_missing};
+use headrace_flash::{Flash, PART_BLOCK_BYTES, Ranges, SegmentFile, SegmentPart, is_missing};
 use headrace_format::record::SegmentKind;
 use headrace_meta::MetaStore;
 use headrace_object::{ObjectTier, Sink, Urgency};
@@ -727,7 +727,7 @@ impl Remote {
     }
 
     /// All segments in the object tier.
-    pub fn list(&self) -> Result<Vec<(SegmentId, SegmentKind)>> {
+    pub fn list(&self) -> Result<Vec<SegmentFile>> {
         let mut found = Vec::new();
         self.tier.list("segments", |listed| {
             let file = listed.name.rsplit('/').next().unwrap_or_default();
@@ -738,7 +738,7 @@ impl Remote {
                     .find(|kind| self::extension(*kind) == extension)
                 && listed.name == data_name(segment, kind)
             {
-                found.push((segment, kind));
+                found.push(SegmentFile { segment, kind, bytes: listed.bytes, whole: true });
             }
             Ok(())
         })?;

@@ -93,8 +93,8 @@ impl Drop for VersionPin {
     }
 }
 
-/// Versions that a record keeps, ascending.
-pub fn recorded_versions(store: &dyn MetaStore) -> Result<Vec<Version>> {
+/// Versions that a snapshot or a sealed view keeps, ascending.
+pub fn named_versions(store: &dyn MetaStore) -> Result<Vec<Version>> {
     let all = |letter: u8| store.scan(&[letter], &[letter + 1], usize::MAX, At::Latest);
     let mut versions = BTreeSet::new();
     for (_, value) in all(b'Z')? {
@@ -103,7 +103,14 @@ pub fn recorded_versions(store: &dyn MetaStore) -> Result<Vec<Version>> {
     for (_, value) in all(b'T')? {
         versions.insert(Snapshot::decode(&value)?.version);
     }
-    versions.extend(all(b'H')?.iter().filter_map(|(key, _)| key::version_of(key)));
+    Ok(versions.into_iter().collect())
+}
+
+/// Versions that a record keeps, ascending: also those that are held without a name.
+pub fn recorded_versions(store: &dyn MetaStore) -> Result<Vec<Version>> {
+    let mut versions: BTreeSet<Version> = named_versions(store)?.into_iter().collect();
+    let held = store.scan(b"H", b"I", usize::MAX, At::Latest)?;
+    versions.extend(held.iter().filter_map(|(key, _)| key::version_of(key)));
     Ok(versions.into_iter().collect())
 }
 

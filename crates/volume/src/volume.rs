@@ -39,6 +39,7 @@ use crate::announce::Announcements;
 use crate::backup::{self, Backups};
 use crate::changes::{Changes, Subscription};
 use crate::collect::Collector;
+use crate::compact::{self, Compaction};
 use crate::flush::Flusher;
 use crate::live::{LiveTable, load_inode};
 use crate::namespace::{NODE, Names, Stripes, erase};
@@ -99,6 +100,7 @@ pub struct Volume {
     pub(crate) segments: Arc<Segments>,
     pub(crate) tiers: Option<Tiers>,
     pub(crate) backups: Arc<Backups>,
+    pub(crate) compaction: Arc<Compaction>,
     pub(crate) live: Arc<LiveTable>,
     pub(crate) names: Arc<Names>,
     pub(crate) flusher: Arc<Flusher>,
@@ -318,6 +320,7 @@ impl Volume {
             segments,
             tiers,
             backups: Arc::default(),
+            compaction: Arc::default(),
             live,
             names,
             flusher,
@@ -343,6 +346,7 @@ impl Volume {
         let mut threads = volume.threads.lock().unwrap_or_else(PoisonError::into_inner);
         threads.push(thread::spawn("flusher", move || flusher.run())?);
         threads.push(thread::spawn("collector", move || collector.run(&live))?);
+        threads.push(compact::start(&volume)?);
         if let Some(tiers) = &volume.tiers {
             threads.extend(tiers.start(&volume.store, &volume.flusher)?);
             threads.push(backup::start(&volume)?);
@@ -361,6 +365,7 @@ impl Volume {
             return Ok(());
         }
         self.backups.stop();
+        self.compaction.stop();
         if let Some(tiers) = &self.tiers {
             // What is written goes into the object tier if that takes it; else it stays dirty here, for the next start.
             let stored = self.flusher.sync_all().is_ok() && tiers.drain();
@@ -779,14 +784,22 @@ fn recover(store: &dyn MetaStore, segments: &Segments, said: &mut Vec<String>) -
 /// inodes: about a second for a million, after a crash only.
 pub fn named_ends(store: &dyn MetaStore) -> Result<HashMap<SegmentId, u64>> {
     let mut ends: HashMap<SegmentId, u64> = HashMap::new();
-    let mut note = |extents: &[Extent]| {
+    let versions: Vec<At> =
+        recorded_versions(store)?.into_iter().map(At::Version).chain([At::Latest]).collect();
+    each_extents(store, &versions, &mut |extents: &[Extent]| {
         for extent in extents {
             if let Place::Pack { segment, offset, .. } | Place::File { segment, offset } = extent.place {
                 let end = ends.entry(segment).or_default();
                 *end = (*end).max(offset + extent.length);
             }
         }
-    };
+    })?;
+    Ok(ends)
+}
+
+/// Calls `note` with the extents of every inode at these versions, ascending: the oldest whole, of each later one what
+/// was written since the one before. Those versions must be kept.
+pub fn each_extents(store: &dyn MetaStore, versions: &[At], note: &mut dyn FnMut(&[Extent])) -> Result<()> {
     let mut note_row = |key: &[u8], value: &[u8]| -> Result<()> {
         if key.starts_with(b"x") {
             note(&decode_extents(value)?);
@@ -795,10 +808,8 @@ pub fn named_ends(store: &dyn MetaStore) -> Result<HashMap<SegmentId, u64>> {
         }
         Ok(())
     };
-    // The oldest version whole, of each later one what was written since the one before.
     let mut before = None;
-    let versions = recorded_versions(store)?.into_iter().map(At::Version).chain([At::Latest]);
-    for at in versions {
+    for at in versions.iter().copied() {
         for prefix in [b"i", b"x"] {
             let end = key::end_of(prefix);
             let mut start = prefix.to_vec();
@@ -827,5 +838,5 @@ pub fn named_ends(store: &dyn MetaStore) -> Result<HashMap<SegmentId, u64>> {
             before = Some(version);
         }
     }
-    Ok(ends)
+    Ok(())
 }

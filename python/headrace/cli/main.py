@@ -367,6 +367,26 @@ def du(place: str, as_json: bool) -> None:
 @cli.command()
 @click.argument("volume", type=VOLUME)
 @json_option
+def compact(volume: str, as_json: bool) -> None:
+    """Write packs of VOLUME anew that are mostly dead or small: the engine does so by itself now and then.
+
+    \b
+    Example:
+      headrace compact ./vol
+    """
+    with open_volume(volume) as opened:
+        done = opened.compact()
+    if as_json:
+        print_json({"packs": done.packs, "bytes": done.bytes})
+    else:
+        click.echo(
+            f"wrote {counted(done.packs, 'pack', 'packs')} anew, {format_bytes(done.bytes)} of records"
+        )
+
+
+@cli.command()
+@click.argument("volume", type=VOLUME)
+@json_option
 def backup(volume: str, as_json: bool) -> None:
     """Store the metadata of VOLUME in its bucket now: the engine does so every five minutes by itself.
 

@@ -495,6 +495,16 @@ class Volume:
         """Everything written before is durable when this returns."""
         self.call(message.Sync())
 
+    def compact(self) -> message.Compacted:
+        """Writes packs anew that are mostly dead or small, so that their space comes back.
+
+        The engine does so every ten minutes by itself; this waits for one round (512 MiB at most). What
+        snapshots and sealed views name stays. With an object tier an old pack goes when the next backup of
+        the metadata no longer names it. Only root and the engine's user may.
+        """
+        done: message.Compacted = self.call(message.Compact(), message.Compacted)
+        return done
+
     def backup(self) -> message.BackupDone:
         """Stores what changed of the metadata beside the segments in the object tier.
 

@@ -400,6 +400,17 @@ class Sync(Request):
     pass
 
 
+class Compact(Request):
+    """Looks for packs that are mostly dead or small, and writes them anew. Answer: `Compacted`."""
+
+
+class Compacted(msgspec.Struct, frozen=True):
+    """Packs that were written anew, and the bytes of all records in them."""
+
+    packs: int
+    bytes: int
+
+
 class Backup(Request):
     """Backs the metadata up now, unless nothing changed. Answer: `BackupDone`."""
 

@@ -1,4 +1,4 @@
-"""Packs that are mostly dead, or small from the start, are written anew; nothing that anybody can read is lost."""
+"""Packs that are mostly dead, or small from the start, are written anew; nothing that can be read is lost."""
 
 from __future__ import annotations
 

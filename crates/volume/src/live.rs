@@ -13,7 +13,7 @@ use headrace_base::{Error, Ino, Result};
 use headrace_flash::FileSegmentWriter;
 use headrace_format::key;
 use headrace_format::record::{
-    Content, EXTENTS_INLINE_MAX, Extent, FileKind, Inode, Place, decode_extents, encode_extents,
+    Content, EXTENTS_INLINE_MAX, Extent, FileKind, Inode, decode_extents, encode_extents,
 };
 use headrace_meta::{At, MetaStore, Write};
 

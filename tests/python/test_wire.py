@@ -29,6 +29,7 @@ ANSWERS: dict[str, Any] = {
     "compacted": message.Compacted,
     "differences": message.Differences,
     "evicted": message.Evicted,
+    "fsck_report": message.FsckReport,
     "listing": message.Listing,
     "listing_last": message.Listing,
     "mounted": message.Mounted,

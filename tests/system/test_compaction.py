@@ -11,6 +11,7 @@ import pytest
 
 import headrace
 from headrace.errors import HeadraceError
+from headrace.model.message import PutEntry
 from support.objects import Bucket
 from support.system import wait_until
 from support.volumes import ObjectVolumeUnderTest, VolumeUnderTest
@@ -73,9 +74,7 @@ def test_small_objects_are_merged(make_volume: Maker) -> None:
     opened = volume.connect()
     files = {f"/{i}": content(i, 3000 + i) for i in range(40)}
     for path, data in files.items():
-        with opened.open(path, "wb", buffering=0) as file:
-            file.write(data)
-            file.sync()
+        opened.put([PutEntry(path.encode(), size=len(data))], [data], durable=True)
     assert len(volume.objects()) == 40
     assert opened.compact().packs == 40
     opened.sync()

@@ -145,6 +145,10 @@ pub enum Request {
     },
     /// Everything written before is durable when the answer comes.
     Sync {},
+    /// Checks that all is whole; `deep`: reads every byte. -> FsckReport
+    Fsck {
+        deep: bool,
+    },
     /// Looks for packs that are mostly dead or small, and writes them anew. -> Compacted
     Compact {},
     /// Backs the metadata up now, unless nothing changed. Waits for uploads. -> BackupDone
@@ -248,6 +252,7 @@ impl Request {
             Request::Listxattr { .. } => "listxattr",
             Request::Removexattr { .. } => "removexattr",
             Request::Sync {} => "sync",
+            Request::Fsck { .. } => "fsck",
             Request::Compact {} => "compact",
             Request::Backup {} => "backup",
             Request::Tier { .. } => "tier",
@@ -571,6 +576,22 @@ pub struct ObjectStatus {
     pub failing: Option<String>,
     /// When the last backup of the metadata that is complete was begun; None: there is none yet.
     pub backup_ns: Option<i64>,
+}
+
+/// What a check looked at, and what is wrong.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FsckReport {
+    pub names: u64,
+    pub inodes: u64,
+    /// Segments that something names.
+    pub segments: u64,
+    /// Segments that nothing names: garbage that the collector has not taken yet.
+    pub unnamed: u64,
+    /// Of a deep check.
+    pub verified_bytes: u64,
+    pub problems_count: u64,
+    /// The first of them, a sentence each.
+    pub problems: Vec<String>,
 }
 
 /// What was written anew: packs, and bytes of all records in them.

@@ -98,7 +98,7 @@ fn wire<T: Serialize + DeserializeOwned + PartialEq + Debug>(
 }
 
 /// A new op does not compile until `Request::name` knows it; without an example below, the count differs.
-const OPS: usize = 46;
+const OPS: usize = 47;
 
 fn bytes(text: &[u8]) -> serde_bytes::ByteBuf {
     serde_bytes::ByteBuf::from(text)
@@ -167,6 +167,7 @@ fn requests() -> Vec<Request> {
         Request::Sync {},
         Request::Backup {},
         Request::Compact {},
+        Request::Fsck { deep: true },
         Request::Tier { paths: vec![bytes(b"/a"), bytes(b"/caf\xE9")] },
         Request::Warm { paths: vec![bytes(b"/a")] },
         Request::Evict { paths: None },
@@ -364,6 +365,16 @@ fn wire_messages() {
     let report = TierReport { files: 3, bytes: 1 << 20, flash_bytes: 1 << 19, dirty_bytes: 4096 };
     let done =
         BackupDone { version: 9, created_ns: 1_760_000_000_000_000_000, changed: true, rows: 12, bytes: 999 };
+    let checked = FsckReport {
+        names: 3,
+        inodes: 4,
+        segments: 2,
+        unnamed: 1,
+        verified_bytes: 1 << 20,
+        problems_count: 1,
+        problems: vec!["segment 01K6QZ is missing".into()],
+    };
+    wire(into, "answer.fsck_report", Answer::Ok(checked));
     wire(into, "answer.compacted", Answer::Ok(Compacted { packs: 3, bytes: 1 << 20 }));
     wire(into, "answer.backup_done", Answer::Ok(done));
     wire(into, "answer.tier_report", Answer::Ok(report));

@@ -195,6 +195,10 @@ impl Session {
                 self.volume().removexattr(Origin::SOCKET, attr.ino, &name)?;
                 self.changed()
             }
+            Request::Fsck { deep } => {
+                self.check_operator("check the volume")?;
+                Reply::of(self.volume().fsck(deep)?)
+            }
             Request::Compact {} => {
                 self.check_operator("write packs anew")?;
                 Reply::of(self.volume().compact()?)

@@ -817,6 +817,11 @@ impl Flusher {
             if bytes >= FRAME_BYTES {
                 bytes = 0;
                 if let Err(error) = self.flush_taken(std::mem::take(&mut batch)) {
+                    // It has waited for uploads, in vain: the other batches would, one after the other, while writers
+                    // wait to be told.
+                    if error.kind() == Kind::Full && self.uploads().is_some() {
+                        return Err(error);
+                    }
                     first_error.get_or_insert(error);
                 }
             }

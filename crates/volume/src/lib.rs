@@ -18,6 +18,7 @@
 //! | `uploads` | dirty segments on their way into the object tier |
 //! | `directory`, `xattr` | listings, extended attributes |
 //! | `by_path`, `put` | the same by path and identity, with permission checks; bulk import |
+//! | `fsck` | whether all is whole |
 //! | `seal`, `sealed` | freezing a subtree; reading it without locks |
 //! | `snapshots`, `past`, `diff` | snapshots: make, delete, restore; reading one as a folder; comparing two |
 //! | `versions` | which versions are readable; cleaning after those that are not |
@@ -45,6 +46,7 @@ mod dirty;
 mod extents;
 mod file;
 mod flush;
+mod fsck;
 mod gate;
 mod live;
 mod namespace;

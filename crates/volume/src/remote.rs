@@ -726,6 +726,21 @@ impl Remote {
         all - state.present.gaps(range).iter().map(|gap| gap.end - gap.start).sum::<u64>()
     }
 
+    /// How long a segment is in the object tier; None: it is not there, or a file segment's index is not.
+    pub fn stored_bytes(&self, segment: SegmentId, kind: SegmentKind) -> Result<Option<u64>> {
+        let found = (|| {
+            if kind == SegmentKind::File {
+                self.tier.bytes_of(&object_name(segment, "idx"))?;
+            }
+            self.tier.bytes_of(&data_name(segment, kind))
+        })();
+        match found {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) if error.kind() == Kind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     /// All segments in the object tier.
     pub fn list(&self) -> Result<Vec<SegmentFile>> {
         let mut found = Vec::new();

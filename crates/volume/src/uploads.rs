@@ -62,8 +62,6 @@ struct State {
     started: bool,
     fenced: bool,
     stop: bool,
-    /// Somebody has waited for room in vain; until an upload succeeds nobody else does.
-    full: bool,
 }
 
 pub struct Uploads {
@@ -300,13 +298,11 @@ impl Uploads {
     /// Waits until `bytes` more may be dirty. What the uploads say if none succeeded for `patience`.
     pub fn wait_for_room(&self, bytes: u64, bytes_max: u64, patience: Duration) -> Result<(), String> {
         let mut state = self.lock();
-        let patience_now = if state.full { Duration::ZERO } else { patience };
-        let mut deadline = time::monotonic_now() + patience_now;
+        let mut deadline = time::monotonic_now() + patience;
         let mut least = self.dirty_bytes();
         while self.dirty_bytes() + bytes > bytes_max && self.dirty_bytes() > 0 {
             let left = deadline.saturating_duration_since(time::monotonic_now());
             if left.is_zero() {
-                state.full = true;
                 return Err(match &state.failing {
                     Some((_, message)) => format!("uploads fail: {message}"),
                     None if !state.started => "the object tier has not passed its check".to_owned(),
@@ -433,7 +429,6 @@ impl Uploads {
             let mut state = self.lock();
             state.pause = Duration::ZERO;
             state.pause_until = None;
-            state.full = false;
             let waiters = state.dirty.remove(&segment).map(|dirty| dirty.waiters).unwrap_or_default();
             (waiters, state.failing.take())
         };

@@ -21,7 +21,7 @@ from headrace.cli.place import parse_place
 from headrace.cli.text import counted, json_name, print_json, printable, shown, warn
 from headrace.client import engine
 from headrace.client.volume import Volume, connect
-from headrace.errors import Conflict, HeadraceError, Invalid
+from headrace.errors import Conflict, Corrupt, HeadraceError, Invalid
 from headrace.units import format_bytes, parse_bytes
 
 _debug = False
@@ -362,6 +362,36 @@ def du(place: str, as_json: bool) -> None:
         f"{counted(measured['directories'], 'directory', 'directories')}, "
         f"{counted(measured['others'], 'other', 'others')}"
     )
+
+
+@cli.command()
+@click.argument("volume", type=VOLUME)
+@click.option("--deep", is_flag=True, help="Read and verify every byte too: fetches all of the volume.")
+@json_option
+def fsck(volume: str, deep: bool, as_json: bool) -> None:
+    """Check that VOLUME is whole, on flash and in the object tier. Changes nothing.
+
+    Exit code 6 if something is damaged or missing; each problem is named.
+
+    \b
+    Example:
+      headrace fsck ./vol --deep
+    """
+    with open_volume(volume) as opened:
+        report = opened.fsck(deep=deep)
+    if as_json:
+        print_json({name: getattr(report, name) for name in report.__struct_fields__})
+    else:
+        for problem in report.problems:
+            click.echo(printable(problem))
+        verified = f", {format_bytes(report.verified_bytes)} verified" if deep else ""
+        click.echo(
+            f"{counted(report.names, 'name', 'names')}, {counted(report.inodes, 'inode', 'inodes')}, "
+            f"{counted(report.segments, 'segment', 'segments')}{verified}: "
+            f"{counted(report.problems_count, 'problem', 'problems')}"
+        )
+    if report.problems_count:
+        raise Corrupt(f"{counted(report.problems_count, 'problem', 'problems')} in {shown(volume)}")
 
 
 @cli.command()

@@ -495,6 +495,15 @@ class Volume:
         """Everything written before is durable when this returns."""
         self.call(message.Sync())
 
+    def fsck(self, *, deep: bool = False) -> message.FsckReport:
+        """Checks names, links, extents and segments, on flash and in the object tier; changes nothing.
+
+        deep: reads and verifies every byte too, which fetches all of the volume. Some seconds for a million
+        files without. Runs beside everything else. Only root and the engine's user may.
+        """
+        report: message.FsckReport = self.call(message.Fsck(deep), message.FsckReport)
+        return report
+
     def compact(self) -> message.Compacted:
         """Writes packs anew that are mostly dead or small, so that their space comes back.
 

@@ -400,6 +400,26 @@ class Sync(Request):
     pass
 
 
+class Fsck(Request):
+    """Checks that all is whole; deep: reads every byte. Answer: `FsckReport`."""
+
+    deep: bool
+
+
+class FsckReport(msgspec.Struct, frozen=True):
+    """What a check looked at, and what is wrong."""
+
+    names: int
+    inodes: int
+    # Segments that something names, and segments that nothing names: garbage, not collected yet.
+    segments: int
+    unnamed: int
+    verified_bytes: int
+    problems_count: int
+    # The first 1,000, a sentence each.
+    problems: list[str]
+
+
 class Compact(Request):
     """Looks for packs that are mostly dead or small, and writes them anew. Answer: `Compacted`."""
 

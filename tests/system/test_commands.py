@@ -209,7 +209,7 @@ def demo_folder(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the demo makes its temporary folder."""
     folder = scratch / "tmp"
     folder.mkdir()
-    monkeypatch.setitem(commands.ENVIRONMENT, "TMPDIR", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
     return folder
 
 

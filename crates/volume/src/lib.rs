@@ -9,6 +9,7 @@
 //! | `flush` | the road of dirty bytes: segment, fdatasync, metadata commit |
 //! | `gate` | the bound of dirty memory |
 //! | `backup`, `adopt` | the metadata beside the segments in the bucket; bringing a volume back from there |
+//! | `rescue` | a tree from segments alone |
 //! | `announce` | a segment's announcement: what is unfinished, for recovery and uploads |
 //! | `packs` | the open pack |
 //! | `room` | what is kept of a full disk |
@@ -51,6 +52,7 @@ mod past;
 mod placed;
 mod put;
 mod remote;
+mod rescue;
 mod room;
 mod seal;
 mod sealed;
@@ -78,7 +80,7 @@ pub use segments::is_not_here;
 pub use snapshots::Restored;
 pub use tiers::TierStatus;
 pub use types::{
-    Attr, Change, CreateOptions, DirItem, Identity, NewInode, OpenMode, Origin, RenameMode, SetAttr, Statfs,
-    VolumeOptions,
+    Attr, Change, Contents, CreateOptions, Created, DirItem, Identity, NewInode, OpenMode, Origin,
+    RenameMode, Rescued, SetAttr, Statfs, VolumeOptions,
 };
 pub use volume::Volume;

@@ -14,7 +14,6 @@ import pytest
 
 import headrace
 from headrace.client import engine
-from support import commands
 from support.commands import answer, failure, run, start
 from support.system import CI, ROOT, engines_under, mounts_under, need_fuse, wait_until
 from support.volumes import VolumeUnderTest

@@ -343,11 +343,29 @@ fn put_together(ino: Ino, records: Vec<Record>, notes: &mut Vec<String>) -> Opti
             extents = extents::truncate(&extents, size);
         }
         if !origin.path.is_empty() {
-            path.clone_from(&origin.path);
+            path = meant_path(&origin.path);
         }
         last = Some(record);
     }
     last.map(|last| Rebuilt { ino, path, extents, size, last })
+}
+
+/// The client and the importer write a large file under a temporary name that ends in the one that is meant:
+/// `headrace.model.temporary`.
+fn meant_path(path: &[u8]) -> Vec<u8> {
+    let (folder, name) =
+        path.split_at(path.iter().rposition(|byte| *byte == b'/').map_or(0, |slash| slash + 1));
+    let meant = [(&b".headrace-partial-"[..], 2), (b".headrace-import-", 1)].into_iter().find_map(
+        |(kind, numbers)| {
+            let mut rest = name.strip_prefix(kind)?;
+            for _ in 0..numbers {
+                let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
+                rest = rest[digits..].strip_prefix(b"-").filter(|rest| digits > 0 && !rest.is_empty())?;
+            }
+            Some(rest)
+        },
+    );
+    [folder, meant.unwrap_or(name)].concat()
 }
 
 fn name_all(rebuilt: Vec<Option<Rebuilt>>, mut notes: Vec<String>) -> Found {
@@ -531,4 +549,25 @@ fn commit_if_full(store: &dyn MetaStore, writes: &mut Vec<Write>) -> Result<()> 
         return Ok(());
     }
     must_commit(store, Commit { preconditions: Vec::new(), writes: std::mem::take(writes) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn temporary_names_end_in_the_one_that_is_meant() {
+        for (path, meant) in [
+            (&b"a/.headrace-partial-77-0-b-1"[..], &b"a/b-1"[..]),
+            (b".headrace-import-12-c", b"c"),
+            (b"a/.headrace-import-12", b"a/.headrace-import-12"),
+            (b"a/.headrace-import-12-", b"a/.headrace-import-12-"),
+            (b"a/.headrace-partial-7-x", b"a/.headrace-partial-7-x"),
+            (b"a/.headrace-import--x", b"a/.headrace-import--x"),
+            (b".headrace-import-1-/b", b".headrace-import-1-/b"),
+            (b"", b""),
+        ] {
+            assert_eq!(meant_path(path), meant);
+        }
+    }
 }

@@ -205,7 +205,9 @@ def rescue(
     for note in rescued.notes:
         warn(note)
     files = counted(rescued.files, "file", "files")
-    click.echo(f"rescued {files}, {format_bytes(rescued.bytes)}, as volume {rescued.volume} in {shown(volume)}")
+    click.echo(
+        f"rescued {files}, {format_bytes(rescued.bytes)}, as volume {rescued.volume} in {shown(volume)}"
+    )
     click.echo(lacking)
 
 

@@ -78,9 +78,10 @@ class _ReadyLine(msgspec.Struct, frozen=True):
 
 # For a person who looks at what a rescue has brought back.
 WHAT_SEGMENTS_LACK = (
-    "removals and renames (a removed file may be back, a renamed one may have its old name), truncations since "
-    "a file's last write, empty files and folders, links, extended attributes, setuid bits, owners and modes of "
-    "folders and what was changed of a file's since its last write, snapshots and sealed views"
+    "removals and renames (a removed file may be back, a renamed one may have its old name), truncations and "
+    "changes of mode, owner and time since a file's last write, whether a file that was being written was "
+    "complete, empty files, folders by themselves and their modes, links, extended attributes, setuid bits, "
+    "snapshots and sealed views"
 )
 
 
@@ -93,7 +94,7 @@ class _CreateLine(msgspec.Struct, frozen=True):
 
 
 class Rescued(msgspec.Struct, frozen=True):
-    """What `rescue` brought back. `notes`: what is not as it was, one sentence each, 1,000 at most."""
+    """What `rescue` has brought back. `notes`: what is not as it was, one sentence each, 1,000 at most."""
 
     volume: str
     files: int
@@ -246,10 +247,11 @@ def rescue(
 ) -> Rescued:
     """Makes a volume of what the segments at `object` say about themselves, when no metadata is left.
 
-    Every file of which a segment has bytes is there, under the last path that a segment knows and with its
-    old inode number; no byte is copied. The prefix is this folder's from then on, as with `create(adopt=True)`,
-    which knows more and is to be tried first. What segments do not hold cannot come back: see
-    `WHAT_SEGMENTS_LACK`. Damaged segments are named in the notes and left out, and stay where they are.
+    Every file of which a segment has bytes is there, under the last path that a segment knows, with its old
+    inode number; no byte is copied. The prefix is this folder's from then on, as with
+    `create(adopt=True)`, which knows more and is to be tried first. What segments do not hold cannot come
+    back: see `WHAT_SEGMENTS_LACK`. Damaged segments are named in the notes and left out, and stay where they
+    are.
 
     Reads the descriptions of all segments: one request for each pack of small files, some more for others.
     Errors as `create`; NotFound also if there is no segment.

@@ -22,6 +22,7 @@ from headrace.client.wire import Buffer
 from headrace.errors import Full, HeadraceError, Invalid, IsADirectory, NotFound
 from headrace.model import message
 from headrace.model.message import Attr, Difference, Kind, PutDone, PutEntry, Restored, Sealed, Snapshot
+from headrace.model.temporary import temporary_name
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -128,7 +129,7 @@ class Volume:
         """Makes `path` a file with content `data`, replacing one that was there in one step.
 
         mode: permission bits. parents: missing folders are made. durable: on disk when this returns, else
-        within 5 s. Above 8 MiB the bytes go to a file `.headrace-*.partial` beside it first, which is then
+        within 5 s. Above 8 MiB the bytes go to a file `.headrace-partial-*` beside it first, which is then
         renamed. Raises NotFound (no such folder), IsADirectory, Permission, Full.
         """
         name = wire_path(path)
@@ -139,7 +140,7 @@ class Volume:
         folder = os.path.dirname(name)
         if parents:
             self.makedirs(folder, exist_ok=True)
-        partial, raw = self._open_partial(folder, mode)
+        partial, raw = self._open_partial(name, mode)
         try:
             with raw:
                 for at in range(0, view.nbytes, PIECE_BYTES):
@@ -156,9 +157,11 @@ class Volume:
         if durable:
             self.sync()
 
-    def _open_partial(self, folder: bytes, mode: int) -> tuple[bytes, VolumeFile]:
+    def _open_partial(self, path: bytes, mode: int) -> tuple[bytes, VolumeFile]:
+        folder, name = os.path.split(path)
         for attempt in itertools.count():
-            partial = os.path.join(folder, b".headrace-%d-%d.partial" % (os.getpid(), attempt))
+            kind = b"partial-%d-%d" % (os.getpid(), attempt)
+            partial = os.path.join(folder, temporary_name(kind, name))
             try:
                 return partial, VolumeFile(self._pool, partial, "x", mode)
             except FileExistsError:

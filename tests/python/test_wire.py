@@ -28,6 +28,7 @@ ANSWERS: dict[str, Any] = {
     "batch_layout": message.BatchLayout,
     "differences": message.Differences,
     "evicted": message.Evicted,
+    "exported": message.Exported,
     "listing": message.Listing,
     "listing_last": message.Listing,
     "mounted": message.Mounted,

@@ -10,6 +10,7 @@
 //! | `gate` | the bound of dirty memory |
 //! | `backup`, `adopt` | the metadata beside the segments in the bucket; bringing a volume back from there |
 //! | `rescue` | a tree from segments alone |
+//! | `export` | files as plain objects of any bucket |
 //! | `announce` | a segment's announcement: what is unfinished, for recovery and uploads |
 //! | `packs` | the open pack |
 //! | `room` | what is kept of a full disk |
@@ -41,6 +42,7 @@ mod collect;
 mod diff;
 mod directory;
 mod dirty;
+mod export;
 mod extents;
 mod file;
 mod flush;
@@ -71,6 +73,7 @@ pub use by_path::Access;
 pub use changes::Subscription;
 pub use diff::{ChangeKind, Difference};
 pub use directory::OpenDir;
+pub use export::ExportTarget;
 pub use file::OpenFile;
 pub use headrace_format::record::{FileKind, Snapshot};
 pub use headrace_object::Location;

@@ -451,6 +451,34 @@ def backup(volume: str, as_json: bool) -> None:
 
 @cli.command()
 @click.argument("place", metavar="VOLUME:/path")
+@click.argument("target", metavar="DIR|s3://BUCKET/PREFIX")
+@click.option("--endpoint", metavar="URL", help="Of a store that is not Amazon's.")
+@click.option("--region", metavar="NAME", help="Of the bucket. Default: as the AWS tools have it.")
+@json_option
+def export(place: str, target: str, endpoint: str | None, region: str | None, as_json: bool) -> ExitCode:
+    """Write a tree out as plain files or objects, which need no Headrace to be read.
+
+    Into a folder come files, links and special files with their modes, times and attributes, owners too as
+    root. Into a bucket come the files alone, each as one object PREFIX/relative/path; the engine stores them,
+    with the credentials that it was started with. What is there with the same size and time is left as it is:
+    run it again to go on after an interruption. Exit code 1 if something could not be exported.
+
+    \b
+    Examples:
+      headrace export ./vol:/pictures ~/pictures
+      headrace export ./vol:/data s3://my-bucket/data --region eu-central-1
+    """
+    from headrace.cli.export_command import run_export
+
+    parsed = parse_place(place, bare_volume=True)
+    if not target.startswith("s3://") and (endpoint is not None or region is not None):
+        raise Invalid(f"--endpoint and --region are for buckets, {shown(target)} is a folder")
+    with open_volume(parsed.volume) as volume:
+        return run_export(volume, parsed, target, endpoint, region, as_json)
+
+
+@cli.command()
+@click.argument("place", metavar="VOLUME:/path")
 @json_option
 def tier(place: str, as_json: bool) -> None:
     """Show how much of a tree is on flash, and how much of that not in the object tier yet.

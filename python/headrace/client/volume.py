@@ -537,6 +537,27 @@ class Volume:
         evicted: message.Evicted = self.call(message.Evict(wanted), message.Evicted)
         return evicted.bytes
 
+    def export(
+        self,
+        paths: Sequence[Path],
+        root: Path,
+        url: str,
+        *,
+        endpoint: str | None = None,
+        region: str | None = None,
+    ) -> message.Exported:
+        """Puts these files as plain objects into `url`, `s3://bucket/prefix`, named by their paths below `root`.
+
+        The engine does it, with the credentials that it was started with: only root and its user may. An object
+        that is there with the same size and time of change (metadata `mtime`, as rclone has it) is left as it
+        is. One message for all paths: some hundred at a time are sensible. What cannot be exported is told in
+        `left_out`. Raises Invalid for a place in the volume's own prefix, NotFound for a bucket that is not
+        there, Unavailable when the store does not answer.
+        """
+        request = message.Export([wire_path(path) for path in paths], wire_path(root), url, endpoint, region)
+        exported: message.Exported = self.call(request, message.Exported)
+        return exported
+
     def statfs(self) -> message.StatfsResult:
         """Space, in bytes, of the file system that the volume lies on, and inodes in use."""
         space: message.StatfsResult = self.call(message.Statfs(), message.StatfsResult)

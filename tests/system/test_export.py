@@ -6,21 +6,18 @@ import os
 import random
 import signal
 import stat
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import headrace
 from headrace.control.exporter import BucketExport, FolderExport
-from headrace.errors import Invalid, NotFound, Permission
+from headrace.errors import Invalid, NotFound
 from support import commands
 from support.object_volumes import Maker
 from support.objects import Bucket
-from support.system import NOBODY, as_user, wait_until
+from support.system import wait_until
 from support.volumes import VolumeUnderTest
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -117,7 +114,7 @@ def test_one_file_is_exported_under_its_name(volume: VolumeUnderTest, scratch: P
     volume.connect().write_bytes("/a/b", b"one", parents=True)
     commands.run("export", f"{volume.name}:/a/b", scratch / "out")
     assert (scratch / "out/b").read_bytes() == b"one"
-    assert commands.failure("export", f"{volume.name}:/nowhere", scratch / "out", code=4).strip()
+    assert commands.failure("export", f"{volume.name}:/nowhere", scratch / "out", code=3).strip()
 
 
 def test_no_link_leads_out_of_the_folder(volume: VolumeUnderTest, scratch: Path) -> None:
@@ -132,7 +129,7 @@ def test_no_link_leads_out_of_the_folder(volume: VolumeUnderTest, scratch: Path)
     target.mkdir()
     (target / "d").symlink_to(outside)
     (target / "name").symlink_to(outside / "name")
-    answer = commands.answer("export", f"{volume.name}:/", target, code=1)
+    answer = commands.answer("export", f"{volume.name}:/", target, code=6)
     assert [entry["path"] for entry in answer["left_out"]] == ["/d"]
     assert os.listdir(outside) == ["name"] and (outside / "name").read_bytes() == b"keep me"
     # A link in the place of a file is replaced, not followed.
@@ -188,7 +185,7 @@ def test_only_readable_files_are_exported(scratch: Path, volume: VolumeUnderTest
         if at >= 0:
             data[at + 5] ^= 1
             path.write_bytes(bytes(data))
-    answer = commands.answer("export", f"{volume.name}:/", scratch / "out", code=1)
+    answer = commands.answer("export", f"{volume.name}:/", scratch / "out", code=6)
     assert [entry["path"] for entry in answer["left_out"]] == ["/damaged"]
     assert os.listdir(scratch / "out") == ["a"]
 
@@ -204,7 +201,7 @@ def test_a_bucket_gets_one_object_for_each_file(make_volume: Maker, object_store
         file.write(b"signs")
     url = object_store.url("out/plain")
     endpoint = f"--endpoint={volume.bucket.access.endpoint}"
-    answer = commands.answer("export", f"{volume.name}:/", url, endpoint, code=1)
+    answer = commands.answer("export", f"{volume.name}:/", url, endpoint, code=6)
     expected: dict[str, bytes] = {}
     for path in point.rglob("*"):
         if path.is_file() and not path.is_symlink():
@@ -220,7 +217,7 @@ def test_a_bucket_gets_one_object_for_each_file(make_volume: Maker, object_store
     assert facts["Metadata"]["mtime"] == "1000000000.000000000"
 
     # Again: nothing is sent. After a change: that.
-    answer = commands.answer("export", f"{volume.name}:/", url, endpoint, code=1)
+    answer = commands.answer("export", f"{volume.name}:/", url, endpoint, code=6)
     assert (answer["files"], answer["unchanged"]) == (0, len(expected))
     (point / "a/005").write_bytes(b"new")
     os.utime(point / "a/b/large", ns=(1, 1))

@@ -34,6 +34,8 @@ def run_export(
         with _progress(export.report, started_ns):
             report = export.run()
     except HeadraceError as error:
+        if not export.report.files and not export.report.unchanged:
+            raise
         done = counted(export.report.files, "file", "files")
         raise HeadraceError.of(
             error.kind,
@@ -89,7 +91,8 @@ def _progress(report: ExportReport, started_ns: int) -> Iterator[None]:
             seconds = max((monotonic_ns() - started_ns) / 1e9, 1e-3)
             return Text(
                 f"{format_count(report.files)} files {format_bytes(report.file_bytes)}  "
-                f"{format_bytes(report.file_bytes / seconds)}/s  {format_count(report.unchanged)} there already"
+                f"{format_bytes(report.file_bytes / seconds)}/s  "
+                f"{format_count(report.unchanged)} there already"
             )
 
     with Progress(

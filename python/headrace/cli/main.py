@@ -461,7 +461,7 @@ def export(place: str, target: str, endpoint: str | None, region: str | None, as
     Into a folder come files, links and special files with their modes, times and attributes, owners too as
     root. Into a bucket come the files alone, each as one object PREFIX/relative/path; the engine stores them,
     with the credentials that it was started with. What is there with the same size and time is left as it is:
-    run it again to go on after an interruption. Exit code 1 if something could not be exported.
+    run it again to go on after an interruption. Exit code 6 if something could not be exported.
 
     \b
     Examples:

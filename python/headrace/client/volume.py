@@ -546,13 +546,13 @@ class Volume:
         endpoint: str | None = None,
         region: str | None = None,
     ) -> message.Exported:
-        """Puts these files as plain objects into `url`, `s3://bucket/prefix`, named by their paths below `root`.
+        """Puts these files as plain objects into `url`, s3://bucket/prefix, named by paths below `root`.
 
-        The engine does it, with the credentials that it was started with: only root and its user may. An object
-        that is there with the same size and time of change (metadata `mtime`, as rclone has it) is left as it
-        is. One message for all paths: some hundred at a time are sensible. What cannot be exported is told in
-        `left_out`. Raises Invalid for a place in the volume's own prefix, NotFound for a bucket that is not
-        there, Unavailable when the store does not answer.
+        The engine does it, with the credentials that it was started with: only root and its user may. An
+        object that is there with the same size and time of change (metadata `mtime`, as rclone has it) stays
+        as it is. One message for all paths: some hundred at a time are sensible. What cannot be exported is
+        told in `left_out`. Raises Invalid for a place in the volume's own prefix, NotFound for a bucket that
+        is not there, Unavailable when the store does not answer.
         """
         request = message.Export([wire_path(path) for path in paths], wire_path(root), url, endpoint, region)
         exported: message.Exported = self.call(request, message.Exported)

@@ -467,7 +467,7 @@ def _look(folder: _Folder, name: bytes) -> os.stat_result | None:
 
 
 def _temporary(name: bytes) -> bytes:
-    """The same for the same name in every run, so that the next one removes what an interrupted one has left."""
+    """The same for a name in every run, so that the next one removes what an interrupted one has left."""
     return b".headrace-export-" + hashlib.blake2b(name, digest_size=8).hexdigest().encode()
 
 

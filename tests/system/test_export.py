@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+import headrace
 from headrace.control.exporter import BucketExport, FolderExport
-from headrace.errors import Invalid, NotFound
+from headrace.errors import Invalid, NotFound, Permission
 from support import commands
 from support.object_volumes import Maker
 from support.objects import Bucket
-from support.system import wait_until
-from support.volumes import VolumeUnderTest
+from support.system import NOBODY, as_user, need_root, wait_until
+from support.volumes import ObjectVolumeUnderTest, VolumeUnderTest
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -267,3 +268,29 @@ def test_a_bucket_that_cannot_take_it_is_refused(make_volume: Maker, object_stor
     assert object_store.keys() == before
     BucketExport(opened, b"/", f"{own}-beside", endpoint=endpoint).run()
     assert object_store.get(f"{volume.prefix}-beside/a") == b"a"
+
+
+def test_only_root_and_the_engines_owner_use_its_credentials(
+    scratch: Path, object_store: Bucket, engine_binary: str
+) -> None:
+    need_root()
+    volume = ObjectVolumeUnderTest(scratch / "vol", object_store)
+    volume.create()
+    os.chmod(volume.folder, 0o755)
+    volume.start(system=True)
+    try:
+        opened = volume.connect()
+        opened.write_bytes("/a", b"a")
+        url, endpoint = object_store.url("out"), object_store.access.endpoint
+
+        def export() -> None:
+            with headrace.connect(volume.name, start=False) as others:
+                others.export(["/a"], "/", url, endpoint=endpoint)
+
+        with pytest.raises(Permission, match="credentials"):
+            as_user(NOBODY, export)
+        assert object_store.keys("out/") == []
+        export()
+        assert object_store.get("out/a") == b"a"
+    finally:
+        volume.tear_down()

@@ -30,6 +30,7 @@ ANSWERS: dict[str, Any] = {
     "differences": message.Differences,
     "evicted": message.Evicted,
     "fsck_report": message.FsckReport,
+    "exported": message.Exported,
     "listing": message.Listing,
     "listing_last": message.Listing,
     "mounted": message.Mounted,

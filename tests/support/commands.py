@@ -10,7 +10,7 @@ from typing import Any
 
 from support.system import ROOT
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+_PYTHONPATH = {"PYTHONPATH": str(ROOT / "python")}
 Words = str | os.PathLike[str]
 
 
@@ -23,7 +23,7 @@ def start(*arguments: Words, **options: Any) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         errors="surrogateescape",
-        env=ENVIRONMENT,
+        env=os.environ | _PYTHONPATH,
         **options,
     )
 

@@ -14,7 +14,6 @@ import pytest
 
 import headrace
 from headrace.client import engine
-from support import commands
 from support.commands import answer, failure, run, start
 from support.system import CI, ROOT, engines_under, mounts_under, need_fuse, wait_until
 from support.volumes import VolumeUnderTest
@@ -209,7 +208,7 @@ def demo_folder(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the demo makes its temporary folder."""
     folder = scratch / "tmp"
     folder.mkdir()
-    monkeypatch.setitem(commands.ENVIRONMENT, "TMPDIR", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
     return folder
 
 

@@ -29,3 +29,4 @@ pub use flash::{
 };
 pub use part::{PART_BLOCK_BYTES, SegmentPart};
 pub use ranges::Ranges;
+pub use recover::{Described, SegmentBytes, describe_pack};

@@ -23,12 +23,28 @@ use crate::pack;
 
 const EMPTY: Recovered = Recovered { bytes: 0, truncated_bytes: 0, records: 0 };
 
+/// Where the bytes of a segment come from.
+pub trait SegmentBytes {
+    /// Fills `out` from `offset` on; gives how many bytes there were, fewer only where the segment ends.
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<usize>;
+}
+
+struct OnDisk<'a> {
+    file: &'a File,
+    path: &'a std::path::Path,
+}
+
+impl SegmentBytes for OnDisk<'_> {
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<usize> {
+        disk::read(self.file, out, offset).map_err(|cause| disk::io_error("read", self.path, cause))
+    }
+}
+
 /// A file of a segment, read for what it says about itself.
 struct Inspected<'a> {
     segment: SegmentId,
-    file: &'a File,
+    from: &'a dyn SegmentBytes,
     bytes: u64,
-    path: &'a std::path::Path,
 }
 
 impl Inspected<'_> {
@@ -36,13 +52,14 @@ impl Inspected<'_> {
     fn read(&self, offset: u64, count: u64) -> Result<Vec<u8>> {
         let count = count.min(self.bytes.saturating_sub(offset));
         let mut bytes = vec![0; count as usize];
-        let done = disk::read(self.file, &mut bytes, offset).map_err(|cause| self.failed(cause))?;
+        let done = self.fill(offset, &mut bytes)?;
         bytes.truncate(done);
         Ok(bytes)
     }
 
-    fn failed(&self, cause: io::Error) -> Error {
-        disk::io_error("read", self.path, cause).context(format_args!("segment {}", self.segment))
+    fn fill(&self, offset: u64, out: &mut [u8]) -> Result<usize> {
+        let read = self.from.read_at(offset, out);
+        read.map_err(|error| error.context(format_args!("segment {}", self.segment)))
     }
 
     /// None: the pack is open.
@@ -75,7 +92,7 @@ impl Inspected<'_> {
         for (step, crcs) in crcs.chunks(chunks_at_once).enumerate() {
             let begin = step as u64 * MIB;
             let buffer = &mut buffer[..(length - begin).min(MIB) as usize];
-            let done = disk::read(self.file, buffer, offset + begin).map_err(|cause| self.failed(cause))?;
+            let done = self.fill(offset + begin, buffer)?;
             // What is not there counts as zeros: a mismatch, unless the checksum says otherwise.
             buffer[done..].fill(0);
             for ((chunk, bytes), expected) in buffer.chunks(CHUNK as usize).enumerate().zip(crcs) {
@@ -120,7 +137,8 @@ pub(crate) fn pack_records(flash: &Flash, segment: SegmentId) -> Result<Vec<(Ori
     let file = flash.file(segment, Part::Pack)?;
     let path = flash.path(segment, Part::Pack);
     let bytes = file.metadata().map_err(|cause| disk::io_error("look at", &path, cause))?.len();
-    let pack = Inspected { segment, file: &file, bytes, path: &path };
+    let on_disk = OnDisk { file: &file, path: &path };
+    let pack = Inspected { segment, from: &on_disk, bytes };
     segment::decode_pack_header(segment, &pack.read(0, PACK_HEADER_BYTES)?)?;
     let frames = match pack.footer()? {
         Some(footer) => {
@@ -139,11 +157,69 @@ pub(crate) fn pack_records(flash: &Flash, segment: SegmentId) -> Result<Vec<(Ori
         }
         None => pack.scan()?.0,
     };
+    Ok(placed(frames))
+}
+
+fn placed(frames: Vec<Frame>) -> Vec<(Origin, Placed)> {
     let records = frames.into_iter().flat_map(|frame| frame.records).map(|record| {
         let check = Check { start: record.offset, covered: record.length, crcs: record.crcs };
         (record.origin, Placed { offset: record.offset, length: record.length, check })
     });
-    Ok(records.collect())
+    records.collect()
+}
+
+/// What a pack says about itself, as far as it can be read.
+#[derive(Debug)]
+pub struct Described {
+    /// In the order in which they were written.
+    pub records: Vec<(Origin, Placed)>,
+    /// What of it cannot be read, and why.
+    pub damage: Vec<Error>,
+}
+
+/// Reads the records of a pack of `bytes` bytes. Of a closed one its footer and the headers of its frames: one that is
+/// damaged is left out. Of one without a footer (or with a damaged one) everything, payloads too: its frames up to the
+/// first that is not whole, which is what recovery would keep. Fails only if the bytes cannot be had, or if a later
+/// release wrote them.
+pub fn describe_pack(segment: SegmentId, from: &dyn SegmentBytes, bytes: u64) -> Result<Described> {
+    let pack = Inspected { segment, from, bytes };
+    let mut damage = Vec::new();
+    let header = pack.read(0, PACK_HEADER_BYTES)?;
+    or_damage(segment::decode_pack_header(segment, &header), &mut damage)?;
+    let before = damage.len();
+    let footer = or_damage(pack.footer(), &mut damage)?.flatten();
+    let Some(footer) = footer else {
+        let (frames, why) = pack.scan()?;
+        if why.is_none() && damage.len() == before {
+            damage.push(Error::corrupt(format!("segment {segment} was cut off: it has no footer")));
+        }
+        damage.extend(why);
+        return Ok(Described { records: placed(frames), damage });
+    };
+    let mut frames = Vec::with_capacity(footer.frames.len());
+    for span in &footer.frames {
+        let frame = pack.frame(span.offset).and_then(|frame| match frame.span == *span {
+            true => Ok(frame),
+            false => Err(Error::corrupt(format!(
+                "segment {segment}: the frame at byte {} is not as long as the footer says",
+                span.offset
+            ))),
+        });
+        frames.extend(or_damage(frame, &mut damage)?);
+    }
+    Ok(Described { records: placed(frames), damage })
+}
+
+/// Damage is noted; another error is one.
+fn or_damage<T>(read: Result<T>, damage: &mut Vec<Error>) -> Result<Option<T>> {
+    match read {
+        Ok(read) => Ok(Some(read)),
+        Err(error) if error.kind() == Kind::Corrupt => {
+            damage.push(error);
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
 }
 
 pub(crate) fn recover_pack(flash: &Flash, segment: SegmentId, keep_bytes: u64) -> Result<Recovered> {
@@ -154,7 +230,8 @@ pub(crate) fn recover_pack(flash: &Flash, segment: SegmentId, keep_bytes: u64) -
         Err(cause) if cause.kind() == io::ErrorKind::NotFound && keep_bytes == 0 => return Ok(EMPTY),
         Err(cause) => return Err(missing_or_unreadable(segment, &path, cause)),
     };
-    let pack = Inspected { segment, file: &disk.file, bytes: disk.bytes()?, path: &path };
+    let on_disk = OnDisk { file: &disk.file, path: &path };
+    let pack = Inspected { segment, from: &on_disk, bytes: disk.bytes()? };
     let header = match segment::decode_pack_header(segment, &pack.read(0, PACK_HEADER_BYTES)?) {
         // What a later release wrote is not ours to cut.
         Err(error) if error.kind() != Kind::Corrupt => return Err(error),
@@ -210,8 +287,8 @@ pub(crate) fn recover_file(flash: &Flash, segment: SegmentId, keep_bytes: u64) -
         }
         Err(error) => return Err(error),
     };
-    let inspected =
-        Inspected { segment, file: &index_file.file, bytes: index_file.bytes()?, path: &index_file.path };
+    let on_disk = OnDisk { file: &index_file.file, path: &index_file.path };
+    let inspected = Inspected { segment, from: &on_disk, bytes: index_file.bytes()? };
     let raw = inspected.read(0, inspected.bytes)?;
     let index = match segment::decode_index_prefix(segment, &raw) {
         Ok(index) => Some(index),
@@ -222,7 +299,8 @@ pub(crate) fn recover_file(flash: &Flash, segment: SegmentId, keep_bytes: u64) -
         // What a later release wrote is not ours to cut.
         Err(error) => return Err(error),
     };
-    let inspected = Inspected { segment, file: &data.file, bytes: data.bytes()?, path: &data.path };
+    let on_disk = OnDisk { file: &data.file, path: &data.path };
+    let inspected = Inspected { segment, from: &on_disk, bytes: data.bytes()? };
     let Some(index) = index.filter(|index| index.bytes > 0) else {
         check_kept(segment, 0, keep_bytes, None)?;
         flash.remove(segment, SegmentKind::File)?;

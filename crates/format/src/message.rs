@@ -166,6 +166,15 @@ pub enum Request {
     Evict {
         paths: Option<Vec<ByteBuf>>,
     },
+    /// Puts files as plain objects into a bucket, each named by its path from `root` on; root and the engine's user
+    /// only. Without endpoint or region those of the engine's environment hold. -> Exported
+    Export {
+        paths: Vec<ByteBuf>,
+        root: ByteBuf,
+        url: String,
+        endpoint: Option<String>,
+        region: Option<String>,
+    },
     /// -> Statfs
     Statfs {},
     /// Freezes the tree under `path`. -> Sealed, with the manifest's descriptor
@@ -258,6 +267,7 @@ impl Request {
             Request::Tier { .. } => "tier",
             Request::Warm { .. } => "warm",
             Request::Evict { .. } => "evict",
+            Request::Export { .. } => "export",
             Request::Statfs {} => "statfs",
             Request::Seal { .. } => "seal",
             Request::OpenSeal { .. } => "open_seal",
@@ -625,6 +635,24 @@ pub struct TierReport {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Evicted {
     pub bytes: u64,
+}
+
+/// What an export did.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Exported {
+    /// Stored now.
+    pub files: u64,
+    pub bytes: u64,
+    /// There already, with the same size and time of change.
+    pub unchanged: u64,
+    pub left_out: Vec<LeftOut>,
+}
+
+/// A file that was not exported.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeftOut {
+    pub path: ByteBuf,
+    pub why: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -98,7 +98,7 @@ fn wire<T: Serialize + DeserializeOwned + PartialEq + Debug>(
 }
 
 /// A new op does not compile until `Request::name` knows it; without an example below, the count differs.
-const OPS: usize = 47;
+const OPS: usize = 48;
 
 fn bytes(text: &[u8]) -> serde_bytes::ByteBuf {
     serde_bytes::ByteBuf::from(text)
@@ -171,6 +171,13 @@ fn requests() -> Vec<Request> {
         Request::Tier { paths: vec![bytes(b"/a"), bytes(b"/caf\xE9")] },
         Request::Warm { paths: vec![bytes(b"/a")] },
         Request::Evict { paths: None },
+        Request::Export {
+            paths: vec![bytes(b"/d/a"), bytes(b"/d/caf\xE9")],
+            root: bytes(b"/d"),
+            url: "s3://bucket/prefix".into(),
+            endpoint: Some("http://127.0.0.1:8333".into()),
+            region: None,
+        },
         Request::Statfs {},
         Request::Seal { path: bytes(b"/d") },
         Request::OpenSeal { seal: ID.into() },
@@ -378,6 +385,8 @@ fn wire_messages() {
     wire(into, "answer.compacted", Answer::Ok(Compacted { packs: 3, bytes: 1 << 20 }));
     wire(into, "answer.backup_done", Answer::Ok(done));
     wire(into, "answer.tier_report", Answer::Ok(report));
+    let left_out = vec![LeftOut { path: bytes(b"/d/caf\xE9"), why: "a key is UTF-8".into() }];
+    wire(into, "answer.exported", Answer::Ok(Exported { files: 2, bytes: 1 << 20, unchanged: 1, left_out }));
     wire(into, "answer.evicted", Answer::Ok(Evicted { bytes: 1 << 30 }));
 
     wire(into, "stream_event.batch", StreamEvent::Batch { batch: 17, slot: 1, layout });

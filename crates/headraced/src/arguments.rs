@@ -5,12 +5,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use headrace_node::MEMORY_BYTES_DEFAULT;
+use headrace_volume::Contents;
 use lexopt::Arg::{Long, Short, Value};
 use lexopt::{Error, Parser, ValueExt};
 
 pub const USAGE: &str = "\
 usage: headraced create --volume DIR [--object URL [--endpoint URL] [--region NAME] [--flash-bytes-max N]
-                       [--from]]
+                       [--from | --rescue]]
        headraced serve --volume DIR [--system] [--memory-bytes N] [--idle-exit-seconds N] [--ready-fd N]
        headraced workload PHASE --target DIR [options]
        headraced version
@@ -20,6 +21,7 @@ create    makes a new volume in a new or empty folder
             --endpoint URL, --region NAME  of a store that is not Amazon's; default: as the AWS tools
             --flash-bytes-max N    what it may take of the folder's disk; default: most of what is free
             --from                 brings the volume back that is there, from its last backup
+            --rescue               the files that the segments there know of, when no backup is left
 serve     serves a volume until SIGTERM
             --system               to all users (as root); default: to the own user
             --memory-bytes N       for all buffers together; default 268435456
@@ -44,7 +46,7 @@ pub struct Create {
     pub endpoint: Option<String>,
     pub region: Option<String>,
     pub flash_bytes_max: Option<u64>,
-    pub adopt: bool,
+    pub contents: Contents,
 }
 
 #[derive(Debug, PartialEq)]
@@ -90,7 +92,8 @@ fn create(mut parser: Parser) -> Result<Command, Error> {
             Long("object") => create.object = Some(parser.value()?.string()?),
             Long("endpoint") => create.endpoint = Some(parser.value()?.string()?),
             Long("region") => create.region = Some(parser.value()?.string()?),
-            Long("from") => create.adopt = true,
+            Long("from") => create.contents = Contents::Backup,
+            Long("rescue") => create.contents = Contents::Segments,
             Long("flash-bytes-max") => create.flash_bytes_max = Some(parser.value()?.parse()?),
             other => return Err(other.unexpected()),
         }

@@ -68,11 +68,19 @@ fn create(create: Create) -> ExitCode {
             create.object.map(|url| Location::parse(&url, create.endpoint, create.region)).transpose()?;
         Volume::create_with(
             &folder,
-            &CreateOptions { object, flash_bytes_max: create.flash_bytes_max, adopt: create.adopt },
+            &CreateOptions { object, flash_bytes_max: create.flash_bytes_max, contents: create.contents },
         )
     });
     match made {
-        Ok(id) => print_line(&json!({"volume": id.to_string()}).to_string()),
+        Ok(made) => {
+            let mut line = json!({"volume": made.volume.to_string()});
+            if let Some(rescued) = made.rescued {
+                line["files"] = rescued.files.into();
+                line["bytes"] = rescued.bytes.into();
+                line["notes"] = rescued.notes.into();
+            }
+            print_line(&line.to_string())
+        }
         Err(error) => {
             print_line(&error_json(&error).to_string());
             ExitCode::FAILURE

@@ -19,8 +19,8 @@ use headrace_format::message::{
     Snapshots, WIRE, Welcome, encode_meta,
 };
 use headrace_volume::{
-    Access, Attr, ChangeKind, Difference, FileKind, Identity, NewInode, Origin, RenameMode, SealedView,
-    SetAttr, Snapshot, Volume,
+    Access, Attr, ChangeKind, Difference, ExportTarget, FileKind, Identity, Location, NewInode, Origin,
+    RenameMode, SealedView, SetAttr, Snapshot, Volume,
 };
 use serde::Serialize;
 use serde_bytes::ByteBuf;
@@ -81,11 +81,12 @@ pub struct Session {
     pub who: Identity,
     pub handles: Handles,
     views: HashMap<String, Arc<SealedView>>,
+    export_target: Option<Arc<ExportTarget>>,
 }
 
 impl Session {
     pub fn new(node: Arc<Node>, who: Identity) -> Session {
-        Session { node, who, handles: Handles::default(), views: HashMap::new() }
+        Session { node, who, handles: Handles::default(), views: HashMap::new(), export_target: None }
     }
 
     pub fn volume(&self) -> &Arc<Volume> {
@@ -210,6 +211,11 @@ impl Session {
             Request::Tier { paths } => Reply::of(self.volume().tier_report(&self.who, &paths)?),
             Request::Warm { paths } => Reply::of(self.volume().warm(&self.who, &paths)?),
             Request::Evict { paths } => Reply::of(self.volume().evict(&self.who, paths.as_deref())?),
+            Request::Export { paths, root, url, endpoint, region } => {
+                self.check_operator("export with the engine's credentials")?;
+                let target = self.export_target(Location::parse(&url, endpoint, region)?)?;
+                Reply::of(self.volume().export(&self.who, &target, &root, paths)?)
+            }
             Request::Sync {} => Reply::of(self.volume().sync()?),
             Request::Statfs {} => {
                 let space = self.volume().statfs()?;
@@ -294,6 +300,18 @@ impl Session {
     }
 
     /// What only root and the engine's own user may do.
+    /// The one of the last request, if it is the same: it holds connections to the store.
+    fn export_target(&mut self, location: Location) -> Result<Arc<ExportTarget>> {
+        match &self.export_target {
+            Some(target) if *target.location() == location => Ok(Arc::clone(target)),
+            _ => {
+                let target = Arc::new(self.volume().export_target(location)?);
+                self.export_target = Some(Arc::clone(&target));
+                Ok(target)
+            }
+        }
+    }
+
     fn check_operator(&self, doing: &str) -> Result<()> {
         if self.who.is_root() || self.who.uid == rustix::process::geteuid().as_raw() {
             return Ok(());

@@ -20,4 +20,4 @@ mod probe;
 mod tier;
 
 pub use location::Location;
-pub use tier::{Fetched, Listed, ObjectTier, Sink, Stored, Urgency};
+pub use tier::{Fetched, Listed, ObjectFacts, ObjectTier, PartsUpload, Sink, Stored, Urgency};

@@ -5,6 +5,7 @@
 //! on their way in, so that a burst of cold reads cannot outgrow the engine's memory. What goes out is read from the
 //! page cache as it is sent and takes none.
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::future::Future;
 use std::ops::Range;
@@ -21,8 +22,9 @@ use object_store::aws::{AmazonS3, AmazonS3Builder};
 use object_store::multipart::MultipartStore;
 use object_store::path::Path;
 use object_store::{
-    BackoffConfig, ClientOptions, GetOptions, GetRange, GetResult, MultipartId, ObjectStore, ObjectStoreExt,
-    PutMode, PutOptions, RetryConfig, UpdateVersion,
+    Attribute, Attributes, BackoffConfig, ClientOptions, GetOptions, GetRange, GetResult, MultipartId,
+    MultipartUpload, ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, RetryConfig,
+    UpdateVersion,
 };
 use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
@@ -94,6 +96,70 @@ pub trait Sink: Send + Sync + 'static {
     fn is_full(&self) -> bool;
     /// The end: how long the object is, or why the rest did not come.
     fn done(self, outcome: Result<u64>);
+}
+
+/// What a store says of an object without its bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ObjectFacts {
+    pub bytes: u64,
+    /// As it was given with the bytes.
+    pub mtime: Option<String>,
+}
+
+/// The key under which other tools, rclone among them, look for a file's time of change.
+const MTIME: Attribute = Attribute::Metadata(Cow::Borrowed("mtime"));
+
+fn mtime_attributes(mtime: &str) -> Attributes {
+    Attributes::from_iter([(MTIME, mtime.to_owned())])
+}
+
+/// An object on its way, part by part, in order. To be ended by `complete` or `give_up`.
+#[derive(Debug)]
+pub struct PartsUpload<'a> {
+    tier: &'a ObjectTier,
+    name: String,
+    upload: Box<dyn MultipartUpload>,
+}
+
+impl PartsUpload<'_> {
+    /// The next part, 5 MiB or more unless it is the last. Sent when it returns.
+    pub fn put(&mut self, bytes: Vec<u8>) -> Result<()> {
+        let tier = self.tier;
+        tier.counters.bytes_out.increment(bytes.len() as u64);
+        let part = self.upload.put_part(bytes.into());
+        tier.wait(while_running(&tier.running, async {
+            let _slot = slot(&tier.connections).await;
+            tier.counters.puts.increment(1);
+            part.await
+        }))
+        .map_err(|cause| explain(tier.shown("put a part of", &self.name), cause))
+    }
+
+    pub fn complete(mut self) -> Result<()> {
+        let tier = self.tier;
+        let completed = tier.wait(while_running(&tier.running, async {
+            let _slot = slot(&tier.connections).await;
+            tier.counters.puts.increment(1);
+            self.upload.complete().await
+        }));
+        completed.map(drop).map_err(|cause| {
+            let error = explain(tier.shown("complete", &self.name), cause);
+            self.give_up();
+            error
+        })
+    }
+
+    /// Removes its parts, which cost money in silence. What a store that is down cannot be told now, the bucket's own
+    /// rule for unfinished uploads has to see to.
+    pub fn give_up(mut self) {
+        let told = self.tier.wait(async { tokio::time::timeout(GIVE_UP_TIMEOUT, self.upload.abort()).await });
+        if !matches!(told, Ok(Ok(()))) {
+            tracing::warn!(
+                object = self.name,
+                "the parts of an upload that was given up are still in the store"
+            );
+        }
+    }
 }
 
 /// What became of an object that was to be made.
@@ -229,6 +295,52 @@ impl ObjectTier {
             Err(error) if error.raw_errno() == headrace_base::error::errno::EEXIST => Ok(Stored::Existed),
             Err(error) => Err(error),
         }
+    }
+
+    /// What `put_with_mtime` or `start_parts` said of an object. None: there is none.
+    pub fn facts(&self, name: &str) -> Result<Option<ObjectFacts>> {
+        let path = self.path(name)?;
+        let asked = self.wait(while_running(&self.running, async {
+            let _slot = slot(&self.connections).await;
+            self.counters.gets.increment(1);
+            self.store.get_opts(&path, GetOptions { head: true, ..GetOptions::default() }).await
+        }));
+        match asked {
+            Ok(answer) => Ok(Some(ObjectFacts {
+                bytes: answer.meta.size,
+                mtime: answer.attributes.get(&MTIME).map(|mtime| mtime.to_string()),
+            })),
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            Err(cause) => Err(explain(self.shown("look at", name), cause)),
+        }
+    }
+
+    /// As `put`, with a time of change beside the bytes.
+    pub fn put_with_mtime(&self, name: &str, bytes: Vec<u8>, mtime: &str) -> Result<()> {
+        let path = self.path(name)?;
+        let options = PutOptions { attributes: mtime_attributes(mtime), ..PutOptions::default() };
+        self.wait(while_running(&self.running, async {
+            let _slot = slot(&self.connections).await;
+            self.counters.puts.increment(1);
+            self.counters.bytes_out.increment(bytes.len() as u64);
+            self.store.put_opts(&path, bytes.into(), options).await
+        }))
+        .map(drop)
+        .map_err(|cause| explain(self.shown("put", name), cause))
+    }
+
+    /// Begins an object that comes in parts; until `complete` there is none.
+    pub fn start_parts(&self, name: &str, mtime: &str) -> Result<PartsUpload<'_>> {
+        let path = self.path(name)?;
+        let options =
+            PutMultipartOptions { attributes: mtime_attributes(mtime), ..PutMultipartOptions::default() };
+        let upload = self.wait(while_running(&self.running, async {
+            let _slot = slot(&self.connections).await;
+            self.counters.puts.increment(1);
+            self.store.put_multipart_opts(&path, options).await
+        }));
+        let upload = upload.map_err(|cause| explain(self.shown("put in parts", name), cause))?;
+        Ok(PartsUpload { tier: self, name: name.to_owned(), upload })
     }
 
     fn put_as(&self, name: &str, bytes: Bytes, mode: PutMode) -> Result<()> {

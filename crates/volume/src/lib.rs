@@ -9,6 +9,8 @@
 //! | `flush` | the road of dirty bytes: segment, fdatasync, metadata commit |
 //! | `gate` | the bound of dirty memory |
 //! | `backup`, `adopt` | the metadata beside the segments in the bucket; bringing a volume back from there |
+//! | `rescue` | a tree from segments alone |
+//! | `export` | files as plain objects of any bucket |
 //! | `announce` | a segment's announcement: what is unfinished, for recovery and uploads |
 //! | `packs` | the open pack |
 //! | `room` | what is kept of a full disk |
@@ -43,6 +45,7 @@ mod compact;
 mod diff;
 mod directory;
 mod dirty;
+mod export;
 mod extents;
 mod file;
 mod flush;
@@ -55,6 +58,7 @@ mod past;
 mod placed;
 mod put;
 mod remote;
+mod rescue;
 mod room;
 mod seal;
 mod sealed;
@@ -73,6 +77,7 @@ pub use by_path::Access;
 pub use changes::Subscription;
 pub use diff::{ChangeKind, Difference};
 pub use directory::OpenDir;
+pub use export::ExportTarget;
 pub use file::OpenFile;
 pub use headrace_format::record::{FileKind, Snapshot};
 pub use headrace_object::Location;
@@ -82,7 +87,7 @@ pub use segments::is_not_here;
 pub use snapshots::Restored;
 pub use tiers::TierStatus;
 pub use types::{
-    Attr, Change, CreateOptions, DirItem, Identity, NewInode, OpenMode, Origin, RenameMode, SetAttr, Statfs,
-    VolumeOptions,
+    Attr, Change, Contents, CreateOptions, Created, DirItem, Identity, NewInode, OpenMode, Origin,
+    RenameMode, Rescued, SetAttr, Statfs, VolumeOptions,
 };
 pub use volume::Volume;

@@ -80,7 +80,7 @@ impl State {
     }
 }
 
-fn content_of(extents: &[Extent]) -> Content {
+pub fn content_of(extents: &[Extent]) -> Content {
     match extents.len() {
         0 => Content::Empty,
         1..=EXTENTS_INLINE_MAX => Content::Extents(extents.to_vec()),

@@ -537,6 +537,8 @@ impl Remote {
         if local.lock().index_here {
             return Ok(());
         }
+        // Until it is known to be here: whoever waits must find that.
+        let _one;
         let bytes = match self.flash.file_segment_bytes(local.segment) {
             Ok(bytes) => bytes,
             // Missing, or damaged on flash: the object tier has it.
@@ -544,7 +546,7 @@ impl Remote {
                 if fetch == Fetch::Refuse {
                     return Err(not_here());
                 }
-                let _one = local.index.lock().unwrap_or_else(PoisonError::into_inner);
+                _one = local.index.lock().unwrap_or_else(PoisonError::into_inner);
                 if local.lock().index_here {
                     return Ok(());
                 }

@@ -109,12 +109,17 @@ impl Segments {
         }
     }
 
-    /// What a segment says about itself. One that is not on flash is fetched for it.
+    /// What a segment says about itself. One that is not on flash is fetched for it. Corrupt if it says nothing: none is
+    /// stored that is empty, so its records are lost, and whose bytes it holds is not known.
     pub fn records(&self, segment: SegmentId, kind: SegmentKind) -> Result<Vec<(Origin, Placed)>> {
         if let Some(remote) = &self.remote {
             remote.bring_description(segment, kind)?;
         }
-        self.flash.records(segment)
+        let records = self.flash.records(segment)?;
+        if records.is_empty() && self.remote.is_some() {
+            return Err(Error::corrupt(format!("segment {segment} is damaged: it holds no record")));
+        }
+        Ok(records)
     }
 
     /// Removes a segment from the object tier, then from flash.

@@ -317,7 +317,7 @@ pub fn take_over(tier: &ObjectTier) -> Result<(Owner, Timestamp)> {
     Ok((owner, Timestamp(marker.created_ns)))
 }
 
-/// Whose volume a prefix is.
+/// Whose volume a prefix is. NotFound if it has no marker.
 pub fn volume_at(tier: &ObjectTier) -> Result<VolumeId> {
     let found = tier.get_all(MARKER).map_err(|error| match error.kind() {
         Kind::NotFound => Error::not_found(format!("there is no volume at {}", tier.location())),
@@ -330,14 +330,14 @@ fn encode_marker(marker: &Marker) -> Result<Vec<u8>> {
     serde_json::to_vec_pretty(marker).map_err(|cause| Error::internal("encode the marker").with_cause(cause))
 }
 
-/// Makes the prefix this volume's. It must be empty, or claimed by an earlier attempt of the same volume.
-pub fn claim(tier: &Arc<ObjectTier>, volume: &VolumeId, format: u32, created: Timestamp) -> Result<()> {
+/// Makes the prefix this owner's. It must have no marker, or that of an earlier attempt of the same volume.
+pub fn claim(tier: &ObjectTier, owner: Owner, created: Timestamp) -> Result<()> {
     let marker = Marker {
         headrace: "volume".to_owned(),
-        format,
-        volume: volume.to_string(),
+        format: FORMAT,
+        volume: owner.volume.to_string(),
         created_ns: created.0,
-        epoch: 0,
+        epoch: owner.epoch,
     };
     let text = encode_marker(&marker)?;
     match tier.create(MARKER, text)? {
@@ -345,7 +345,7 @@ pub fn claim(tier: &Arc<ObjectTier>, volume: &VolumeId, format: u32, created: Ti
         Stored::Existed => {
             let found = tier.get_all(MARKER)?;
             let marker = read_marker(tier, &found)?;
-            if marker.volume != volume.to_string() {
+            if marker.volume != owner.volume.to_string() {
                 return Err(Error::errno(
                     errno::EEXIST,
                     format!(

@@ -1,6 +1,7 @@
 //! The plain values that callers pass in and get back.
 
 use headrace_base::Ino;
+use headrace_base::ids::VolumeId;
 use headrace_base::time::Timestamp;
 use headrace_format::record::{Content, FileKind, Inode};
 use headrace_object::Location;
@@ -145,13 +146,41 @@ pub enum Change {
     Entry(Ino, Vec<u8>),
 }
 
+/// What a new volume holds from the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Contents {
+    #[default]
+    Nothing,
+    /// The volume that is in the object tier, as its last backup knows it.
+    Backup,
+    /// The files that the segments in the object tier know of.
+    Segments,
+}
+
+/// What was made.
+#[derive(Clone, Debug)]
+pub struct Created {
+    pub volume: VolumeId,
+    /// With `Contents::Segments`.
+    pub rescued: Option<Rescued>,
+}
+
+/// What a rescue found.
+#[derive(Clone, Debug, Default)]
+pub struct Rescued {
+    pub files: u64,
+    pub bytes: u64,
+    /// What is not as it was, or cannot be known; one sentence each.
+    pub notes: Vec<String>,
+}
+
 /// What a new volume is to be.
 #[derive(Clone, Debug, Default)]
 pub struct CreateOptions {
     /// Where its segments are to be durable. None: on this disk.
     pub object: Option<Location>,
-    /// With an object tier: bring the volume back that is there, from its last backup.
-    pub adopt: bool,
+    /// What it holds from the start. All but `Nothing` needs an object tier.
+    pub contents: Contents,
     /// With an object tier: what its segments may take of this disk. None: most of what is free.
     pub flash_bytes_max: Option<u64>,
 }

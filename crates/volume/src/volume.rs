@@ -45,11 +45,12 @@ use crate::live::{LiveTable, load_inode};
 use crate::namespace::{NODE, Names, Stripes, erase};
 use crate::packs::must_commit;
 use crate::past::{INO_MAX, Pasts};
+use crate::rescue;
 use crate::room::Room;
 use crate::seal::OpenSeals;
 use crate::segments::Segments;
 use crate::tiers::{self, Owner, TierStatus, Tiers};
-use crate::types::{CreateOptions, Origin, Statfs, VolumeOptions};
+use crate::types::{Contents, CreateOptions, Created, Origin, Statfs, VolumeOptions};
 use crate::versions::{Cleaner, Pinned, recorded_versions};
 
 const MARKER: &str = "HEADRACE";
@@ -123,12 +124,12 @@ pub struct Volume {
 impl Volume {
     /// Makes a new volume in `folder` (made when missing, must be empty). The caller owns its root.
     pub fn create(folder: &Path) -> Result<VolumeId> {
-        Volume::create_with(folder, &CreateOptions::default())
+        Volume::create_with(folder, &CreateOptions::default()).map(|created| created.volume)
     }
 
     /// The same with an object tier: the store is probed, and the prefix, which must be no other volume's, is this
     /// volume's from then on.
-    pub fn create_with(folder: &Path, options: &CreateOptions) -> Result<VolumeId> {
+    pub fn create_with(folder: &Path, options: &CreateOptions) -> Result<Created> {
         let shown = folder.display();
         if folder.join(MARKER).exists() {
             return Err(Error::errno(errno::EEXIST, format!("{shown} is a volume already")));
@@ -164,20 +165,30 @@ impl Volume {
             }
         }
         let now = time::wall_now();
-        if options.object.is_none() && (options.flash_bytes_max.is_some() || options.adopt) {
+        let contents = options.contents;
+        if options.object.is_none() && (options.flash_bytes_max.is_some() || contents != Contents::Nothing) {
             return Err(Error::invalid("a size of the flash tier needs an object tier: give --object too"));
         }
         let tier = options.object.clone().map(ObjectTier::open).transpose()?;
         let found = match &tier {
-            Some(tier) if options.adopt => Some(adopt::find(tier)?),
+            Some(tier) if contents == Contents::Backup => Some(adopt::find(tier)?),
+            _ => None,
+        };
+        // Whose prefix it is; None if the marker is gone too.
+        let marked = match &tier {
+            Some(tier) if contents == Contents::Segments => match tiers::volume_at(tier) {
+                Err(error) if error.kind() == Kind::NotFound => None,
+                volume => Some(volume?),
+            },
             _ => None,
         };
         // A creation that was cut short may have marked the bucket already: it goes on under the same name.
         let earlier = earlier_marker(&mut unfinished).filter(|marker| marker.object == options.object);
-        let id = match (&found, earlier) {
-            (Some(found), _) => found.volume.volume,
-            (None, Some(marker)) => marker.volume.parse()?,
-            (None, None) => VolumeId::generate(),
+        let id = match (&found, marked, earlier) {
+            (Some(found), _, _) => found.volume.volume,
+            (None, Some(marked), _) => marked,
+            (None, None, Some(marker)) => marker.volume.parse()?,
+            (None, None, None) => VolumeId::generate(),
         };
         let mut marker = Marker {
             headrace: "volume".into(),
@@ -193,9 +204,15 @@ impl Volume {
             tier.probe()?;
         }
         write_marker(&mut unfinished, folder, &marker)?;
-        if let (Some(tier), None) = (&tier, &found) {
-            tiers::claim(tier, &id, FORMAT, now)?;
+        if let Some(tier) = &tier
+            && contents == Contents::Nothing
+        {
+            tiers::claim(tier, Owner { volume: id, epoch: 0 }, now)?;
         }
+        let segments = match &tier {
+            Some(tier) if contents == Contents::Segments => Some(rescue::find(tier)?),
+            _ => None,
+        };
         for part in PARTS {
             fs::create_dir(folder.join(part))
                 .map_err(|cause| Error::io(format_args!("make folder {shown}/{part}"), cause))?;
@@ -212,7 +229,7 @@ impl Volume {
             store.close()?;
             write_marker(&mut unfinished, folder, &marker)?;
             finish_marker(folder)?;
-            return Ok(id);
+            return Ok(Created { volume: id, rescued: None });
         }
         let root = Inode {
             kind: FileKind::Directory,
@@ -245,9 +262,21 @@ impl Volume {
                 ],
             },
         )?;
+        let rescued = segments.map(|segments| segments.fill(&store, &root)).transpose()?;
         store.close()?;
+        if let (Some(tier), true) = (&tier, rescued.is_some()) {
+            if marked.is_none() {
+                // Above every folder that has left a backup, so that the last one is found by its name.
+                let epoch = backup::newest_backup(tier)?.map_or(0, |backup| backup.epoch);
+                tiers::claim(tier, Owner { volume: id, epoch }, now)?;
+            }
+            // Last: until here the volume is where it was.
+            let (owner, _) = tiers::take_over(tier)?;
+            marker.epoch = owner.epoch;
+            write_marker(&mut unfinished, folder, &marker)?;
+        }
         finish_marker(folder)?;
-        Ok(id)
+        Ok(Created { volume: id, rescued })
     }
 
     /// Takes the volume's lock (`Conflict` naming the owner's pid), recovers what a crash left, starts the

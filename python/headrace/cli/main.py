@@ -154,6 +154,66 @@ def create(
 @cli.command()
 @click.argument("volume", type=VOLUME)
 @click.option(
+    "--from",
+    "from_url",
+    metavar="s3://BUCKET/PREFIX",
+    required=True,
+    help="Where the segments are. It is this folder's from then on.",
+)
+@click.option("--endpoint", metavar="URL", help="Of a store that is not Amazon's.")
+@click.option("--region", metavar="NAME", help="Of the bucket. Default: as the AWS tools have it.")
+@click.option(
+    "--flash-bytes-max",
+    type=BYTES,
+    metavar="SIZE",
+    help="What the folder may take, like 500GiB. Default: most of what is free.",
+)
+@json_option
+def rescue(
+    volume: str,
+    from_url: str,
+    endpoint: str | None,
+    region: str | None,
+    flash_bytes_max: int | None,
+    as_json: bool,
+) -> None:
+    """Rebuild a tree in VOLUME, a new folder, from the segments in a bucket alone.
+
+    For when the folder is lost and the backups of its metadata too; `create --from` brings back more, try it
+    first. Every file of which a segment has bytes comes back under the last name that a segment knows. No
+    byte is copied. It is said what is damaged, and what segments cannot know.
+
+    \b
+    Example:
+      headrace rescue ./again --from s3://my-bucket/vol
+    """
+    rescued = engine.rescue(
+        volume, from_url, endpoint=endpoint, region=region, flash_bytes_max=flash_bytes_max
+    )
+    lacking = f"not known to segments: {engine.WHAT_SEGMENTS_LACK}"
+    if as_json:
+        print_json(
+            {
+                **json_name("path", os.fsencode(os.path.abspath(volume))),
+                "volume": rescued.volume,
+                "files": rescued.files,
+                "bytes": rescued.bytes,
+                "notes": [*rescued.notes, lacking],
+            }
+        )
+        return
+    for note in rescued.notes:
+        warn(note)
+    files = counted(rescued.files, "file", "files")
+    click.echo(
+        f"rescued {files}, {format_bytes(rescued.bytes)}, as volume {rescued.volume} in {shown(volume)}"
+    )
+    click.echo(lacking)
+
+
+@cli.command()
+@click.argument("volume", type=VOLUME)
+@click.option(
     "--system", is_flag=True, help="Serve all users of this machine, each with own rights (as root)."
 )
 @click.option("--memory-bytes", type=BYTES, metavar="SIZE", help="Memory budget of the engine, like 256MiB.")
@@ -437,6 +497,34 @@ def backup(volume: str, as_json: bool) -> None:
         )
     else:
         click.echo(f"nothing has changed since the backup of version {done.version}")
+
+
+@cli.command()
+@click.argument("place", metavar="VOLUME:/path")
+@click.argument("target", metavar="DIR|s3://BUCKET/PREFIX")
+@click.option("--endpoint", metavar="URL", help="Of a store that is not Amazon's.")
+@click.option("--region", metavar="NAME", help="Of the bucket. Default: as the AWS tools have it.")
+@json_option
+def export(place: str, target: str, endpoint: str | None, region: str | None, as_json: bool) -> ExitCode:
+    """Write a tree out as plain files or objects, which need no Headrace to be read.
+
+    Into a folder come files, links and special files with their modes, times and attributes, owners too as
+    root. Into a bucket come the files alone, each as one object PREFIX/relative/path; the engine stores them,
+    with the credentials that it was started with. What is there with the same size and time is left as it is:
+    run it again to go on after an interruption. Exit code 6 if something could not be exported.
+
+    \b
+    Examples:
+      headrace export ./vol:/pictures ~/pictures
+      headrace export ./vol:/data s3://my-bucket/data --region eu-central-1
+    """
+    from headrace.cli.export_command import run_export
+
+    parsed = parse_place(place, bare_volume=True)
+    if not target.startswith("s3://") and (endpoint is not None or region is not None):
+        raise Invalid(f"--endpoint and --region are for buckets, {shown(target)} is a folder")
+    with open_volume(parsed.volume) as volume:
+        return run_export(volume, parsed, target, endpoint, region, as_json)
 
 
 @cli.command()

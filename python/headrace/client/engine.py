@@ -76,9 +76,30 @@ class _ReadyLine(msgspec.Struct, frozen=True):
     error: ErrorBody | None = None
 
 
+# For a person who looks at what a rescue has brought back.
+WHAT_SEGMENTS_LACK = (
+    "removals and renames (a removed file may be back, a renamed one may have its old name), truncations and "
+    "changes of mode, owner and time since a file's last write, whether a file that was being written was "
+    "complete, empty files, folders by themselves and their modes, links, extended attributes, setuid bits, "
+    "snapshots and sealed views"
+)
+
+
 class _CreateLine(msgspec.Struct, frozen=True):
     volume: str | None = None
     error: ErrorBody | None = None
+    files: int = 0
+    bytes: int = 0
+    notes: list[str] = []
+
+
+class Rescued(msgspec.Struct, frozen=True):
+    """What `rescue` has brought back. `notes`: what is not as it was, one sentence each, 1,000 at most."""
+
+    volume: str
+    files: int
+    bytes: int
+    notes: list[str]
 
 
 def volume_folder(volume: str | os.PathLike[str]) -> str:
@@ -207,23 +228,56 @@ def create(
     with a volume (the message says what it does wrong). NotFound: no such bucket. Otherwise the engine's
     error: a folder that is not empty, no permission.
     """
-    folder = volume_folder(volume)
-    if os.path.exists(os.path.join(folder, MARKER)):
-        raise AlreadyExists(f"{folder} is a volume already: use it, or choose another folder")
-    whole = volume_of_place(folder)
-    if whole is not None and not os.path.lexists(folder):
-        raise Invalid(f"{folder} is a place in volume {whole}: give a new folder outside it")
     given = {
         "--object": object,
         "--endpoint": endpoint,
         "--region": region,
         "--flash-bytes-max": flash_bytes_max,
     }
+    return _make(volume, given, ["--from"] if adopt else [])[0]
+
+
+def rescue(
+    volume: str | os.PathLike[str],
+    object: str,
+    *,
+    endpoint: str | None = None,
+    region: str | None = None,
+    flash_bytes_max: int | None = None,
+) -> Rescued:
+    """Makes a volume of what the segments at `object` say about themselves, when no metadata is left.
+
+    Every file of which a segment has bytes is there, under the last path that a segment knows, with its old
+    inode number; no byte is copied. The prefix is this folder's from then on, as with
+    `create(adopt=True)`, which knows more and is to be tried first. What segments do not hold cannot come
+    back: see `WHAT_SEGMENTS_LACK`. Damaged segments are named in the notes and left out, and stay where they
+    are.
+
+    Reads the descriptions of all segments: one request for each pack of small files, some more for others.
+    Errors as `create`; NotFound also if there is no segment.
+    """
+    given = {
+        "--object": object,
+        "--endpoint": endpoint,
+        "--region": region,
+        "--flash-bytes-max": flash_bytes_max,
+    }
+    made, line = _make(volume, given, ["--rescue"])
+    return Rescued(made, line.files, line.bytes, line.notes)
+
+
+def _make(
+    volume: str | os.PathLike[str], given: dict[str, str | int | None], flags: list[str]
+) -> tuple[str, _CreateLine]:
+    folder = volume_folder(volume)
+    if os.path.exists(os.path.join(folder, MARKER)):
+        raise AlreadyExists(f"{folder} is a volume already: use it, or choose another folder")
+    whole = volume_of_place(folder)
+    if whole is not None and not os.path.lexists(folder):
+        raise Invalid(f"{folder} is a place in volume {whole}: give a new folder outside it")
     options = [f"{name}={value}" for name, value in given.items() if value is not None]
-    if adopt:
-        options.append("--from")
     run = subprocess.run(
-        [find_engine(), "create", "--volume", folder, *options],
+        [find_engine(), "create", "--volume", folder, *options, *flags],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         cwd="/",
@@ -241,7 +295,7 @@ def create(
         raise HeadraceError.of(answer.error.kind, answer.error.errno, answer.error.message)
     if answer.volume is None:
         raise Internal(f"headraced create {folder} answered {line[0]!r}, without the volume's id")
-    return answer.volume
+    return answer.volume, answer
 
 
 def create_if_missing(folder: str) -> None:

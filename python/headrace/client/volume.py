@@ -22,6 +22,7 @@ from headrace.client.wire import Buffer
 from headrace.errors import Full, HeadraceError, Invalid, IsADirectory, NotFound
 from headrace.model import message
 from headrace.model.message import Attr, Difference, Kind, PutDone, PutEntry, Restored, Sealed, Snapshot
+from headrace.model.temporary import temporary_name
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -128,7 +129,7 @@ class Volume:
         """Makes `path` a file with content `data`, replacing one that was there in one step.
 
         mode: permission bits. parents: missing folders are made. durable: on disk when this returns, else
-        within 5 s. Above 8 MiB the bytes go to a file `.headrace-*.partial` beside it first, which is then
+        within 5 s. Above 8 MiB the bytes go to a file `.headrace-partial-*` beside it first, which is then
         renamed. Raises NotFound (no such folder), IsADirectory, Permission, Full.
         """
         name = wire_path(path)
@@ -139,7 +140,7 @@ class Volume:
         folder = os.path.dirname(name)
         if parents:
             self.makedirs(folder, exist_ok=True)
-        partial, raw = self._open_partial(folder, mode)
+        partial, raw = self._open_partial(name, mode)
         try:
             with raw:
                 for at in range(0, view.nbytes, PIECE_BYTES):
@@ -156,9 +157,11 @@ class Volume:
         if durable:
             self.sync()
 
-    def _open_partial(self, folder: bytes, mode: int) -> tuple[bytes, VolumeFile]:
+    def _open_partial(self, path: bytes, mode: int) -> tuple[bytes, VolumeFile]:
+        folder, name = os.path.split(path)
         for attempt in itertools.count():
-            partial = os.path.join(folder, b".headrace-%d-%d.partial" % (os.getpid(), attempt))
+            kind = b"partial-%d-%d" % (os.getpid(), attempt)
+            partial = os.path.join(folder, temporary_name(kind, name))
             try:
                 return partial, VolumeFile(self._pool, partial, "x", mode)
             except FileExistsError:
@@ -552,6 +555,27 @@ class Volume:
         wanted = None if paths is None else [wire_path(path) for path in paths]
         evicted: message.Evicted = self.call(message.Evict(wanted), message.Evicted)
         return evicted.bytes
+
+    def export(
+        self,
+        paths: Sequence[Path],
+        root: Path,
+        url: str,
+        *,
+        endpoint: str | None = None,
+        region: str | None = None,
+    ) -> message.Exported:
+        """Puts these files as plain objects into `url`, s3://bucket/prefix, named by paths below `root`.
+
+        The engine does it, with the credentials that it was started with: only root and its user may. An
+        object that is there with the same size and time of change (metadata `mtime`, as rclone has it) stays
+        as it is. One message for all paths: some hundred at a time are sensible. What cannot be exported is
+        told in `left_out`. Raises Invalid for a place in the volume's own prefix, NotFound for a bucket that
+        is not there, Unavailable when the store does not answer.
+        """
+        request = message.Export([wire_path(path) for path in paths], wire_path(root), url, endpoint, region)
+        exported: message.Exported = self.call(request, message.Exported)
+        return exported
 
     def statfs(self) -> message.StatfsResult:
         """Space, in bytes, of the file system that the volume lies on, and inodes in use."""

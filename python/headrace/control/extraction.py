@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from headrace.errors import Conflict, Invalid, NotFound
 from headrace.model.segment import CHUNK_BYTES, FileReader, OnDamage, PackReader, Record
+from headrace.model.temporary import meant_path
 
 Reader = PackReader | FileReader
 
@@ -131,7 +132,7 @@ def extract(readers: Sequence[Reader], folder: str, tell: Callable[[str], None])
 
 
 def _path_of(records: Sequence[tuple[Reader, Record]]) -> bytes:
-    return next((record.path for _, record in reversed(records) if record.path), b"")
+    return next((meant_path(record.path) for _, record in reversed(records) if record.path), b"")
 
 
 def in_order(records: Sequence[tuple[Reader, Record]]) -> list[tuple[Reader, Record]]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 from collections import OrderedDict, deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -33,6 +32,7 @@ from headrace.control.source import (
     SourceProblem,
     SourceRefused,
 )
+from headrace.model.temporary import is_temporary, temporary_name
 
 BATCH_BYTES = 8 << 20
 BATCH_ENTRIES = 2_000
@@ -47,7 +47,6 @@ _LISTINGS_KEPT = 64
 # After an interruption an engine that answers has answered long before.
 _LAST_SEND_SECONDS_MAX = 5
 _STREAM_ATTEMPTS = 3
-_TEMPORARY = re.compile(rb"\.headrace-import-\d+")
 
 
 class Refused(Exception):
@@ -345,9 +344,7 @@ class Importer:
             listing = self._destination.listing(self._absolute(path))
         except Refused as refused:
             raise SourceProblem(f"its directory in the target cannot be listed: {refused}") from refused
-        self._leftovers.update(
-            path + b"/" + name if path else name for name in listing if _TEMPORARY.fullmatch(name)
-        )
+        self._leftovers.update(path + b"/" + name if path else name for name in listing if is_temporary(name))
         self._listings[path] = listing
         if len(self._listings) > _LISTINGS_KEPT:
             self._listings.popitem(last=False)
@@ -491,7 +488,7 @@ class Importer:
         # The same number for the same name in every run: an interrupted import leaves one file behind, and
         # its next run takes it over.
         number = int.from_bytes(hashlib.blake2b(name, digest_size=6).digest())
-        relative = (parent + b"/" if parent else b"") + b".headrace-import-%d" % number
+        relative = (parent + b"/" if parent else b"") + temporary_name(b"import-%d" % number, name)
         temporary = self._absolute(relative)
         self._leftovers.discard(relative)
         for attempt in range(1, _STREAM_ATTEMPTS + 1):

@@ -462,6 +462,30 @@ class Evict(Request):
     paths: list[bytes] | None
 
 
+class Export(Request):
+    """Puts files as plain objects into a bucket, named by their paths from `root` on. Answer: `Exported`."""
+
+    paths: list[bytes]
+    root: bytes
+    url: str
+    endpoint: str | None = None
+    region: str | None = None
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    path: bytes
+    why: str
+
+
+class Exported(msgspec.Struct, frozen=True):
+    # Stored now.
+    files: int
+    bytes: int
+    # There already, with the same size and time of change.
+    unchanged: int
+    left_out: list[LeftOut]
+
+
 class TierReport(msgspec.Struct, frozen=True):
     """Bytes of some files by where they are."""
 

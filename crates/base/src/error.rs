@@ -159,6 +159,12 @@ impl Error {
         self
     }
 
+    /// The same kind of error, for which system calls answer another number.
+    pub fn answered_as(mut self, code: i32) -> Error {
+        self.errno = code;
+        self
+    }
+
     pub fn kind(&self) -> Kind {
         self.kind
     }

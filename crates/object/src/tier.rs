@@ -651,7 +651,7 @@ where
             Err(object_store::Error::Generic { store, source })
                 if !source.to_string().contains("InvalidRange") =>
             {
-                if asked == ANSWERS_MAX || time::monotonic_now().duration_since(begun) > RETRY_TIMEOUT {
+                if asked == ANSWERS_MAX || time::monotonic_now().duration_since(begun) > RETRY_TIMEOUT / 2 {
                     let source = format!("asked {asked} times; {source}").into();
                     return Err(object_store::Error::Generic { store, source });
                 }

@@ -12,7 +12,7 @@ use headrace_format::record::{Seal, Snapshot, VolumeRecord};
 use headrace_meta::{Commit, CommitError, Durability, MetaStore, Write};
 use headrace_object::ObjectTier;
 
-use crate::backup::{BackupManifest, RowsObject, newest_backup, read_manifest};
+use crate::backup::{BackupId, BackupManifest, RowsObject, newest_backup, read_manifest};
 use crate::packs::must_commit;
 use crate::tiers::volume_at;
 
@@ -23,6 +23,7 @@ const COMMIT_ROWS: usize = 2000;
 #[derive(Debug)]
 pub struct Found {
     pub volume: VolumeRecord,
+    id: BackupId,
     manifest: BackupManifest,
     globals: Vec<backup::Row>,
 }
@@ -48,7 +49,7 @@ pub fn find(tier: &ObjectTier) -> Result<Found> {
     let globals = fetch(tier, step, &manifest.globals)?;
     let record = globals.iter().find(|(key, _)| *key == key::volume()).and_then(|(_, value)| value.as_ref());
     let record = record.ok_or_else(|| Error::corrupt("a backup lacks the volume's record"))?;
-    Ok(Found { volume: VolumeRecord::decode(record)?, manifest, globals })
+    Ok(Found { volume: VolumeRecord::decode(record)?, id, manifest, globals })
 }
 
 fn fetch(tier: &ObjectTier, step: Step, object: &RowsObject) -> Result<Vec<backup::Row>> {
@@ -68,6 +69,11 @@ fn fetch(tier: &ObjectTier, step: Step, object: &RowsObject) -> Result<Vec<backu
 }
 
 impl Found {
+    /// Which backup it is.
+    pub fn id(&self) -> BackupId {
+        self.id
+    }
+
     /// Fills a new store, which holds nothing but the volume's record.
     pub fn fill(self, tier: &ObjectTier, store: &dyn MetaStore) -> Result<()> {
         for objects in &self.manifest.steps {

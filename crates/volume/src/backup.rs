@@ -248,7 +248,9 @@ impl Volume {
         };
         crash::point("backup-stored");
         self.complete(Backup { version, created, globals_crc }, last.map(|last| last.version))?;
-        if let Err(error) = clean_backups(tier, &manifest) {
+        let cleaned =
+            tiers.remote.confirm_owner(Duration::ZERO).and_then(|()| clean_backups(tier, &manifest));
+        if let Err(error) = cleaned {
             tracing::warn!(%error, "objects of earlier backups are left; the next backup removes them");
         }
         tracing::info!(version = version.0, rows, bytes, "the metadata is backed up");
@@ -466,7 +468,10 @@ fn clean_backups(tier: &ObjectTier, newest: &BackupManifest) -> Result<()> {
     needed.insert(manifest_name(BackupId { epoch: newest.epoch, version: Version(newest.version) }));
     let mut stray = Vec::new();
     tier.list("backups", |listed| {
-        if !needed.contains(&listed.name) {
+        // Those of a folder that took the volume over at this moment are none of ours.
+        let later =
+            listed.name.strip_prefix("backups/").and_then(|name| name.get(..33)).and_then(BackupId::parse);
+        if !needed.contains(&listed.name) && later.is_none_or(|id| id.epoch <= newest.epoch) {
             stray.push(listed.name);
         }
         Ok(())

@@ -236,6 +236,9 @@ impl Flusher {
         let taken = {
             let mut state = pin.lock();
             let bytes = state.dirty.bytes();
+            if !self.has_file_segments() && state.writer.is_none() {
+                return Ok(());
+            }
             let streams = match &state.writer {
                 Some(writer) => bytes >= SPILL_BYTES && state.dirty.contiguous_from(writer.bytes()).is_some(),
                 None => bytes >= FILE_SEGMENT_BYTES && starts_file_segment(&state, FILE_SEGMENT_BYTES),
@@ -255,7 +258,53 @@ impl Flusher {
             state.writer = taken.writer.take();
             taken.pin.finish(&mut state);
         }
-        appended
+        appended?;
+        if pin.lock().writer.as_ref().is_some_and(|writer| self.is_outgrown(writer)) {
+            self.end_segment(pin)?;
+        }
+        Ok(())
+    }
+
+    /// Whether large files get segments of their own. A flash tier that a few of them fill has packs alone, which end
+    /// sooner.
+    fn has_file_segments(&self) -> bool {
+        self.room.segment_bytes_max() >= FILE_SEGMENT_BYTES
+    }
+
+    /// Commits what is in the inode's file segment and closes that, so that it can be uploaded. The file goes on in
+    /// packs.
+    fn end_segment(&self, pin: &Pin) -> Result<()> {
+        let mut state = pin.lock_idle();
+        let Some(mut writer) = state.writer.take() else { return Ok(()) };
+        // What is behind the segment's end is still in memory, and not to be read as zeros after a crash.
+        let size = state.committed_size.max(writer.bytes().min(state.inode.size));
+        let extents = Arc::clone(&state.extents);
+        let committed = writer.sync().and_then(|()| {
+            self.commit_state(pin, &mut state, extents, size, Vec::new(), &[writer.segment()])
+        });
+        match committed {
+            Ok(()) => {
+                self.close_writer(writer);
+                state.uncommitted |= state.inode.size != size;
+            }
+            Err(_) => state.writer = Some(writer),
+        }
+        self.requeue(pin, &mut state);
+        committed
+    }
+
+    /// Closes all that is open when what is dirty fills the flash tier: only what is closed can be uploaded.
+    fn make_room(&self) -> Result<()> {
+        if !self.room.is_near(0) {
+            return Ok(());
+        }
+        self.packs.close();
+        for pin in self.live.all() {
+            if pin.lock().writer.is_some() {
+                self.end_segment(&pin)?;
+            }
+        }
+        Ok(())
     }
 
     /// Everything of this inode is in a segment and committed when it returns; durable after `store.sync`.
@@ -477,6 +526,7 @@ impl Flusher {
         let road = match &state.writer {
             Some(writer) if ranges.contiguous_from(writer.bytes()).is_some() => Road::FileSegment,
             Some(_) => Road::Pack,
+            None if !self.has_file_segments() => Road::Pack,
             None if state.extents.is_empty()
                 && state.writers > 0
                 && ranges.contiguous_from(0).is_some_and(|end| end >= threshold) =>
@@ -863,7 +913,8 @@ impl Flusher {
                 return;
             }
             let working = self.background.read().unwrap_or_else(PoisonError::into_inner);
-            let mut outcome = self.flush_pins(pins, Again::Nothing, Wait::Skip);
+            let mut outcome =
+                self.make_room().and_then(|()| self.flush_pins(pins, Again::Nothing, Wait::Skip));
             if !inline.is_empty() {
                 let moved = self.move_inline(inline);
                 outcome = outcome.and(moved);

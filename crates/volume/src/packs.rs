@@ -64,7 +64,12 @@ impl Packs {
 
     /// Appends one frame. The pack must be given back with `release` once the records are committed.
     pub fn append(&self, records: &[PackRecord<'_>]) -> Result<(Arc<OpenPack>, Vec<Placed>)> {
-        self.room.check_bytes(records.iter().map(PackRecord::length).sum())?;
+        let bytes = records.iter().map(PackRecord::length).sum();
+        if self.room.is_near(bytes) {
+            // What is open cannot be uploaded, and so makes no room.
+            self.close();
+        }
+        self.room.check_bytes(bytes)?;
         let mut current = self.lock();
         let pack = match current.as_ref() {
             Some(pack) => Arc::clone(pack),

@@ -4,6 +4,7 @@
 //! Bytes of files stop at the reserve, new names at half of it; removals may use all.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use headrace_base::error::errno;
@@ -27,6 +28,8 @@ pub struct Room {
     remote: Option<Arc<Remote>>,
     reserve_bytes: u64,
     segment_bytes_max: u64,
+    /// The engine ends: what is in memory goes to flash, whatever its size was to be.
+    ending: AtomicBool,
 }
 
 /// What is kept of a disk of so many bytes.
@@ -37,8 +40,13 @@ pub fn reserve_bytes(disk_bytes: u64) -> u64 {
 impl Room {
     pub fn new(flash: Arc<Flash>, remote: Option<Arc<Remote>>) -> Result<Room> {
         let (total, _, _) = flash.space()?;
-        let mut room =
-            Room { flash, remote, reserve_bytes: reserve_bytes(total), segment_bytes_max: u64::MAX };
+        let mut room = Room {
+            flash,
+            remote,
+            reserve_bytes: reserve_bytes(total),
+            segment_bytes_max: u64::MAX,
+            ending: AtomicBool::new(false),
+        };
         if let Some(remote) = &room.remote {
             room.segment_bytes_max = room.flash_bytes_max(remote)? / SEGMENTS_MIN;
         }
@@ -60,6 +68,9 @@ impl Room {
     /// Full unless `bytes` of file contents can be stored. Asks the kernel: about a microsecond.
     pub fn check_bytes(&self, bytes: u64) -> Result<()> {
         let Some(remote) = &self.remote else { return self.check(bytes, self.reserve_bytes) };
+        if self.ending.load(Ordering::Acquire) {
+            return self.check(bytes, self.reserve_bytes);
+        }
         let dirty_max = self.dirty_bytes_max(remote)?;
         if let Err(failing) = remote.uploads.wait_for_room(bytes, dirty_max, BACKLOG_PATIENCE) {
             return Err(Error::errno(
@@ -73,6 +84,11 @@ impl Room {
         }
         remote.make_room(bytes);
         self.check(bytes, self.reserve_bytes)
+    }
+
+    /// From now on only the disk itself is the limit.
+    pub fn end(&self) {
+        self.ending.store(true, Ordering::Release);
     }
 
     /// Whether `check_bytes` may have to wait for uploads.

@@ -179,6 +179,9 @@ impl Tiers {
             _ => {}
         }
         let backlog = self.remote.uploads.backlog();
+        if self.remote.uploads.is_fenced() {
+            return warnings;
+        }
         if let Some(failing) = &backlog.failing {
             warnings
                 .push(format!("uploads fail, {} bytes are on this machine alone: {failing}", backlog.bytes));
@@ -271,14 +274,15 @@ pub fn confirm(tier: &ObjectTier, owner: Owner) -> Result<()> {
         ));
     }
     if marker.epoch != owner.epoch {
-        return Err(Error::errno(
-            errno::ESTALE,
+        return Err(Error::new(
+            Kind::Conflict,
             format!(
                 "the volume at {} was taken over by another machine (`headrace create --from`): this folder is the one \
                  from before, and nothing more is uploaded from it",
                 tier.location()
             ),
-        ));
+        )
+        .answered_as(errno::ESTALE));
     }
     Ok(())
 }

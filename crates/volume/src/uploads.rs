@@ -248,7 +248,9 @@ impl Uploads {
             {
                 let mut state = self.lock();
                 let refused = match &state.failing {
-                    Some((_, message)) if state.fenced => Some(Error::errno(errno::ESTALE, message.clone())),
+                    Some((kind, message)) if state.fenced => {
+                        Some(Error::new(*kind, message.clone()).answered_as(errno::ESTALE))
+                    }
                     _ if state.stop => Some(stopping()),
                     _ => None,
                 };
@@ -367,9 +369,13 @@ impl Uploads {
             state.dirty.values_mut().flat_map(|dirty| std::mem::take(&mut dirty.waiters)).collect()
         };
         for waiter in waiters {
-            waiter(Err(Error::errno(error.raw_errno(), error.message())));
+            waiter(Err(Error::new(error.kind(), error.message()).answered_as(error.raw_errno())));
         }
         self.changed.notify_all();
+    }
+
+    pub fn is_fenced(&self) -> bool {
+        self.lock().fenced
     }
 
     /// The next that is closed; urgent ones first, then the oldest. None: the end.

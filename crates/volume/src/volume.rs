@@ -222,11 +222,23 @@ impl Volume {
         SqliteStore::create(&database, VolumeRecord { volume: id, format: FORMAT, created })?;
         let store = SqliteStore::open(&database, SessionId::generate(), session_record(now))?;
         if let (Some(tier), Some(found)) = (&tier, found) {
+            let filled = found.id();
             found.fill(tier, &store)?;
+            store.close()?;
             // Last: until here the volume is where it was.
             let (owner, _) = tiers::take_over(tier)?;
             marker.epoch = owner.epoch;
-            store.close()?;
+            // Whoever had it may have backed it up once more meanwhile, and removed what was read here. Now nobody does.
+            let found = adopt::find(tier)?;
+            if found.id() != filled {
+                fs::remove_dir_all(folder.join("meta"))
+                    .and_then(|()| fs::create_dir(folder.join("meta")))
+                    .map_err(|cause| Error::io(format_args!("empty {shown}/meta"), cause))?;
+                SqliteStore::create(&database, VolumeRecord { volume: id, format: FORMAT, created })?;
+                let store = SqliteStore::open(&database, SessionId::generate(), session_record(now))?;
+                found.fill(tier, &store)?;
+                store.close()?;
+            }
             write_marker(&mut unfinished, folder, &marker)?;
             finish_marker(folder)?;
             return Ok(Created { volume: id, rescued: None });
@@ -395,6 +407,7 @@ impl Volume {
         }
         self.backups.stop();
         self.compaction.stop();
+        self.flusher.room.end();
         if let Some(tiers) = &self.tiers {
             // What is written goes into the object tier if that takes it; else it stays dirty here, for the next start.
             let stored = self.flusher.sync_all().is_ok() && tiers.drain();

@@ -243,6 +243,54 @@ def test_nothing_dirty_is_evicted_and_a_full_flash_tier_says_so(
     (point / "more").write_bytes(content(5, MIB))
 
 
+def test_a_stream_larger_than_the_flash_tier_goes_through(make_volume: Maker) -> None:
+    volume = make_volume(flash_bytes_max=32 * MIB)
+    point = volume.mount()
+    data = content(1, 80 * MIB)
+
+    def stream(name: str) -> None:
+        with open(point / name, "wb", buffering=0) as file:
+            for at in range(0, len(data), MIB):
+                file.write(data[at : at + MIB])
+            os.fsync(file.fileno())
+
+    streams = [threading.Thread(target=stream, args=(name,), daemon=True) for name in ("a", "b")]
+    for thread in streams:
+        thread.start()
+    for thread in streams:
+        thread.join(120)
+        assert not thread.is_alive(), "a stream is stuck although the store is well"
+    volume.evict()
+    for name in ("a", "b"):
+        with open(point / name, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            assert file.read() == data
+
+
+def test_a_clean_stop_keeps_what_flash_had_no_room_for(make_volume: Maker, fault_proxy: FaultProxy) -> None:
+    volume = make_volume(flash_bytes_max=32 * MIB)
+    point = volume.mount()
+    fault_proxy.down()
+    data = content(1, 60 * MIB)
+    written = 0
+    with pytest.raises(OSError, match="No space left"), open(point / "a", "wb", buffering=0) as file:
+        while written < len(data):
+            written += file.write(data[written : written + MIB])
+    assert written >= 25 * MIB
+    volume.unmount(point)
+    volume.stop()
+    volume.start()
+    opened = volume.connect()
+    assert opened.stat("/a").size == written
+    with opened.open("/a", "rb") as stored:
+        assert stored.read() == data[:written]
+    fault_proxy.up()
+    opened.sync()
+    volume.evict()
+    with opened.open("/a", "rb") as stored:
+        assert stored.read() == data[:written]
+
+
 def test_a_damaged_copy_on_flash_is_replaced(make_volume: Maker) -> None:
     volume = make_volume()
     opened = volume.connect()

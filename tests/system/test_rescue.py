@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.client import engine
+from headrace.control.extraction import extract, find_segments, open_segment
 from headrace.errors import Corrupt, NotFound, Unavailable
 from support import commands
 from support.fault_proxy import FaultProxy
@@ -159,6 +160,53 @@ def test_every_fsynced_file_comes_back(first: ObjectVolumeUnderTest, place: Make
         engine.create(third.name, object=third.bucket.url(third.prefix), adopt=True)
     third.start()
     assert files_in(third.mount("mnt3")) == expected | {b"a/new": b"new", b"a/chunked": content(1000, 81997)}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_changes_come_back_as_the_extractor_reads_them(
+    first: ObjectVolumeUnderTest, place: Maker, scratch: Path, seed: int
+) -> None:
+    """The pure Python reader and the engine agree on every byte and name, also where neither can know."""
+    chance = random.Random(seed)
+    point = os.fsencode(first.mount())
+    os.mkdir(point + b"/d")
+    names = [b"/%d" % index for index in range(8)] + [b"/d/%d" % index for index in range(8)]
+    for step in range(250):
+        path = point + chance.choice(names)
+        size = chance.choice([1, 500, 3000, 70 * KIB, 400 * KIB] + [17 * MIB] * (step % 25 == 0))
+        try:
+            match chance.randrange(8):
+                case 0:
+                    os.unlink(path)
+                case 1:
+                    os.rename(path, point + chance.choice(names))
+                case 2:
+                    os.truncate(path, chance.randrange(200 * KIB))
+                case 3:
+                    write(path, content(step, size))
+                case 4:
+                    first.connect().write_bytes(path[len(point) :], content(step, size))
+                case _:
+                    write(path, content(step, size), chance.randrange(300 * KIB))
+        except FileNotFoundError:
+            continue
+    first.connect().sync()
+    first.wait_until_clean()
+    lose_metadata(first)
+    downloaded = scratch / "downloaded"
+    for key in first.bucket.keys(f"{first.prefix}/segments/"):
+        target = downloaded / key
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(first.bucket.get(key))
+    told: list[str] = []
+    readers = [open_segment(path) for path in find_segments([str(downloaded)])]
+    extract(readers, str(scratch / "extracted"), told.append)
+
+    second = place("second")
+    rescued = rescue(second)
+    found = files_in(second.mount("mnt2"))
+    assert found == files_in(scratch / "extracted")
+    assert rescued.files == len(found) and len(rescued.notes) == len(told)
 
 
 def test_a_lost_marker_gets_a_new_volume_and_the_old_folder_is_fenced(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import socket
 import threading
 import time
 from contextlib import ExitStack
@@ -451,6 +452,30 @@ def test_credentials_of_the_shared_file_are_renewed(
     write(access.access_key, access.secret_key)
     wait_until(lambda: volume.status().dirty_segments == 0, 30, "the upload with renewed credentials")
     volume.tear_down()
+
+
+def test_numbers_for_prometheus(make_volume: Maker, fault_proxy: FaultProxy) -> None:
+    volume = make_volume()
+    opened = volume.connect()
+    fault_proxy.down()
+    opened.write_bytes("/a", content(1, 100 * KIB))
+
+    def numbers() -> dict[str, float]:
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.connect(str(volume.folder / "engine.sock"))
+            channel.sendall(b"GET /metrics HTTP/1.1\r\nHost: engine\r\nConnection: close\r\n\r\n")
+            text = b"".join(iter(lambda: channel.recv(65536), b"")).decode()
+        lines = [line.split(" ") for line in text.splitlines() if line.startswith("headrace_")]
+        return {name: float(value) for name, value in lines}
+
+    wait_until(lambda: numbers()["headrace_object_dirty_bytes"] >= 100 * KIB, 10, "dirty bytes to be told of")
+    fault_proxy.up()
+    opened.sync()
+    opened.backup()
+    told = numbers()
+    assert told["headrace_object_dirty_bytes"] == 0 and told["headrace_object_failing"] == 0
+    assert told["headrace_flash_clean_bytes"] >= 100 * KIB
+    assert abs(told["headrace_backup_timestamp_seconds"] - time.time()) < 60
 
 
 def test_a_volume_without_an_object_tier_evicts_nothing(volume: VolumeUnderTest) -> None:

@@ -56,6 +56,28 @@ fn describe() {
     describe_gauge!("headrace_streams", "Loaders being served.");
     describe_gauge!("headrace_mounts", "Mounts being served.");
     describe_gauge!("headrace_mount_requests", "Requests that the mounts of now have answered.");
+    describe_counter!(
+        "headrace_object_requests_total",
+        "Requests to the object store, without their repetitions."
+    );
+    describe_counter!("headrace_object_bytes_total", Unit::Bytes, "Bytes to and from the object store.");
+    describe_counter!("headrace_object_upload_failures_total", "Uploads that failed; each is tried again.");
+    describe_counter!("headrace_flash_evicted_bytes_total", Unit::Bytes, "Bytes evicted from flash.");
+    describe_counter!("headrace_flash_repaired_total", "Damaged copies on flash that were fetched again.");
+    describe_gauge!("headrace_object_dirty_bytes", Unit::Bytes, "On flash, and not in the object tier yet.");
+    describe_gauge!(
+        "headrace_object_dirty_seconds",
+        Unit::Seconds,
+        "How long the oldest of these has waited."
+    );
+    describe_gauge!("headrace_object_failing", "1 while uploads fail.");
+    describe_gauge!("headrace_flash_clean_bytes", Unit::Bytes, "On flash and in the object tier.");
+    describe_gauge!("headrace_flash_bytes_max", Unit::Bytes, "The most that the flash tier may be.");
+    describe_gauge!(
+        "headrace_backup_timestamp_seconds",
+        Unit::Seconds,
+        "When the last complete backup was begun."
+    );
 }
 
 /// Handles of the numbers that are written often: finding one by name costs more than counting.

@@ -153,6 +153,19 @@ async fn metrics(State(app): State<App>) -> Response {
     ] {
         metrics::gauge!(name).set(value as f64);
     }
+    if let Some(tiers) = node.volume.tier_status() {
+        let backup = node.volume.backup_status().ok().flatten();
+        for (name, value) in [
+            ("headrace_object_dirty_bytes", tiers.backlog.bytes as f64),
+            ("headrace_object_dirty_seconds", tiers.backlog.age.as_secs_f64()),
+            ("headrace_object_failing", f64::from(u8::from(tiers.backlog.failing.is_some()))),
+            ("headrace_flash_clean_bytes", tiers.clean_bytes as f64),
+            ("headrace_flash_bytes_max", tiers.flash_bytes_max as f64),
+            ("headrace_backup_timestamp_seconds", backup.map_or(0.0, |backup| backup.created.0 as f64 / 1e9)),
+        ] {
+            metrics::gauge!(name).set(value);
+        }
+    }
     app.metrics.run_upkeep();
     ([(CONTENT_TYPE, "text/plain; version=0.0.4")], app.metrics.render()).into_response()
 }

@@ -357,9 +357,10 @@ fn http_is_served_on_the_same_socket() {
     for line in [
         "headrace_requests_total{op=\"put\"}",
         "headrace_errors_total{kind=\"not_found\"}",
-        "headrace_clients 1",
-        "headrace_streams 0",
-        "headrace_buffers_bytes 0",
+        // Whose numbers these are is open: the engines of all tests share the recorder.
+        "headrace_clients ",
+        "headrace_streams ",
+        "headrace_buffers_bytes ",
         "headrace_dirty_bytes",
         "headrace_resident_bytes",
         "headrace_read_bytes_total",

@@ -329,6 +329,7 @@ impl Volume {
             Arc::new(Collector::new(Arc::clone(&store), Arc::clone(&segments), Arc::clone(&pinned)));
         let cleaner = Arc::new(Cleaner::new(Arc::clone(&store), Arc::clone(&collector), pinned)?);
         let room = Arc::new(Room::new(Arc::clone(&flash), segments.remote.clone())?);
+        let dirty_on_flash_max = room.segment_bytes_max().saturating_mul(2);
         let uploads = tiers.as_ref().map(|tiers| Arc::clone(&tiers.remote.uploads));
         let flusher = Arc::new(Flusher::new(
             Arc::clone(&segments),
@@ -337,7 +338,8 @@ impl Volume {
             Arc::clone(&names),
             Arc::clone(&collector),
             room,
-            options.memory_bytes_max / DIRTY_SHARE,
+            // What is flushed at once must fit on flash beside what is on its way into the object tier.
+            (options.memory_bytes_max / DIRTY_SHARE).min(dirty_on_flash_max),
         ));
         for (key, _) in store.scan(b"b", b"c", usize::MAX, At::Latest)? {
             if let Some(ino) = key::ino_of(&key) {

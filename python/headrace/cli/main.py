@@ -113,7 +113,7 @@ def cli(debug: bool) -> None:
     "--flash-bytes-max",
     type=BYTES,
     metavar="SIZE",
-    help="With --object: what the folder may take, like 500GiB. Default: most of what is free.",
+    help="With a bucket: what the folder may take, like 500GiB. Default: most of what is free.",
 )
 @json_option
 def create(

@@ -81,7 +81,11 @@ def print_status(volume: Volume, as_json: bool) -> None:
         ),
         ("segments", f"{format_count(status.segments)}, {format_bytes(status.segment_bytes)}"),
         *_tier_rows(status.object),
-        ("disk", f"{format_bytes(space.bytes_available)} free, {used:.0f} % used"),
+        *(
+            []
+            if status.object
+            else [("disk", f"{format_bytes(space.bytes_available)} free, {used:.0f} % used")]
+        ),
     ]
     for mount in status.mounts:
         how = "read-only, " if mount.read_only else ""

@@ -578,7 +578,10 @@ class Volume:
         return exported
 
     def statfs(self) -> message.StatfsResult:
-        """Space, in bytes, of the file system that the volume lies on, and inodes in use."""
+        """Space, in bytes, of the file system that the volume lies on, and inodes in use.
+
+        With an object tier the space is 1 PiB, all of it free: a bucket has no end.
+        """
         space: message.StatfsResult = self.call(message.Statfs(), message.StatfsResult)
         return space
 

@@ -48,6 +48,9 @@ const WINDOW_BYTES_MAX: u64 = 64 * MIB;
 const SEQUENCE_SLACK_BYTES: u64 = MIB;
 /// How old the knowledge may be that the prefix is ours when an object is deleted.
 const CONFIRMED_FOR: Duration = Duration::from_secs(5);
+/// How often one read asks for bytes again that fail their checksums: what was damaged on the way is whole the next
+/// time, what is damaged in the store stays so.
+const REPAIRS_MAX: u32 = 3;
 /// Evicting stops when this share of the flash tier is free again.
 const EVICT_SHARE: u64 = 20;
 
@@ -264,7 +267,7 @@ impl Remote {
         fetch: Fetch,
         read: &mut dyn FnMut(From<'_>) -> Result<()>,
     ) -> Result<()> {
-        let mut repaired = false;
+        let mut repairs = 0;
         loop {
             let known = self.find(segment);
             if known.as_ref().is_none_or(|local| local.lock().whole) {
@@ -282,9 +285,11 @@ impl Remote {
                     }
                     // A damaged copy of what is in the object tier too.
                     Err(error)
-                        if error.kind() == Kind::Corrupt && !repaired && !self.uploads.is_dirty(segment) =>
+                        if error.kind() == Kind::Corrupt
+                            && repairs < REPAIRS_MAX
+                            && !self.uploads.is_dirty(segment) =>
                     {
-                        repaired = true;
+                        repairs += 1;
                         tracing::warn!(%segment, %error, "a damaged copy on flash is replaced from the object tier");
                         metrics::counter!("headrace_flash_repaired_total").increment(1);
                         let local = self.local(segment, kind);
@@ -304,8 +309,8 @@ impl Remote {
                         .get(&data_name(segment, kind), touched.clone(), None)
                         .map_err(|error| error.context(format_args!("segment {segment}")))?;
                     match read(From::Memory(touched.start, &fetched.bytes)) {
-                        Err(error) if error.kind() == Kind::Corrupt && !repaired => {
-                            repaired = true;
+                        Err(error) if error.kind() == Kind::Corrupt && repairs < REPAIRS_MAX => {
+                            repairs += 1;
                             continue;
                         }
                         outcome => return outcome,
@@ -317,8 +322,8 @@ impl Remote {
                 Arrived::Gone | Arrived::Whole => {}
                 Arrived::Part(part) => match read(From::Part(&part)) {
                     // What a crash of the machine left, or a damaged disk: fetched again, once.
-                    Err(error) if error.kind() == Kind::Corrupt && !repaired => {
-                        repaired = true;
+                    Err(error) if error.kind() == Kind::Corrupt && repairs < REPAIRS_MAX => {
+                        repairs += 1;
                         tracing::warn!(%segment, %error, "damaged bytes on flash are fetched again");
                         metrics::counter!("headrace_flash_repaired_total").increment(1);
                         let mut state = local.lock();

@@ -4,41 +4,17 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 import headrace
 from headrace.errors import HeadraceError
 from headrace.model.message import PutEntry
-from support.objects import Bucket
+from support.object_volumes import Maker, content
 from support.system import wait_until
-from support.volumes import ObjectVolumeUnderTest, VolumeUnderTest
+from support.volumes import VolumeUnderTest
 
 KIB = 1 << 10
-
-Maker = Callable[[], ObjectVolumeUnderTest]
-
-
-@pytest.fixture
-def make_volume(scratch: Path, object_store: Bucket) -> Iterator[Maker]:
-    made: list[ObjectVolumeUnderTest] = []
-
-    def make() -> ObjectVolumeUnderTest:
-        volume = ObjectVolumeUnderTest(scratch / "vol", object_store)
-        volume.create()
-        made.append(volume)
-        volume.start()
-        return volume
-
-    yield make
-    for volume in made:
-        volume.tear_down()
-
-
-def content(seed: int, size: int) -> bytes:
-    return random.Random(seed).randbytes(size)
 
 
 def write(opened: headrace.Volume, files: dict[str, bytes]) -> None:

@@ -285,12 +285,12 @@ impl ObjectTier {
 
     /// Makes or replaces an object. Durable when it returns.
     pub fn put(&self, name: &str, bytes: impl Into<Bytes>) -> Result<()> {
-        self.put_as(name, bytes.into(), PutMode::Overwrite).map(drop)
+        self.put_as(name, bytes.into(), PutMode::Overwrite.into())
     }
 
     /// Makes an object unless there is one of this name; of many at the same time one makes it.
     pub fn create(&self, name: &str, bytes: impl Into<Bytes>) -> Result<Stored> {
-        match self.put_as(name, bytes.into(), PutMode::Create) {
+        match self.put_as(name, bytes.into(), PutMode::Create.into()) {
             Ok(()) => Ok(Stored::New),
             Err(error) if error.raw_errno() == headrace_base::error::errno::EEXIST => Ok(Stored::Existed),
             Err(error) => Err(error),
@@ -317,16 +317,8 @@ impl ObjectTier {
 
     /// As `put`, with a time of change beside the bytes.
     pub fn put_with_mtime(&self, name: &str, bytes: Vec<u8>, mtime: &str) -> Result<()> {
-        let path = self.path(name)?;
         let options = PutOptions { attributes: mtime_attributes(mtime), ..PutOptions::default() };
-        self.wait(while_running(&self.running, async {
-            let _slot = slot(&self.connections).await;
-            self.counters.puts.increment(1);
-            self.counters.bytes_out.increment(bytes.len() as u64);
-            self.store.put_opts(&path, bytes.into(), options).await
-        }))
-        .map(drop)
-        .map_err(|cause| explain(self.shown("put", name), cause))
+        self.put_as(name, bytes.into(), options)
     }
 
     /// Begins an object that comes in parts; until `complete` there is none.
@@ -343,13 +335,13 @@ impl ObjectTier {
         Ok(PartsUpload { tier: self, name: name.to_owned(), upload })
     }
 
-    fn put_as(&self, name: &str, bytes: Bytes, mode: PutMode) -> Result<()> {
+    fn put_as(&self, name: &str, bytes: Bytes, options: PutOptions) -> Result<()> {
         let path = self.path(name)?;
         self.wait(while_running(&self.running, async {
             let _slot = slot(&self.connections).await;
             self.counters.puts.increment(1);
             self.counters.bytes_out.increment(bytes.len() as u64);
-            self.store.put_opts(&path, bytes.into(), PutOptions::from(mode)).await
+            self.store.put_opts(&path, bytes.into(), options).await
         }))
         .map(drop)
         .map_err(|cause| explain(self.shown("put", name), cause))
@@ -461,7 +453,7 @@ impl ObjectTier {
     /// Replaces an object if it is still the one with this ETag. Conflict if it is another by now.
     pub fn replace(&self, name: &str, bytes: impl Into<Bytes>, etag: String) -> Result<()> {
         let version = UpdateVersion { e_tag: Some(etag), version: None };
-        self.put_as(name, bytes.into(), PutMode::Update(version)).map(drop)
+        self.put_as(name, bytes.into(), PutMode::Update(version).into())
     }
 
     /// As `get`, on another thread, which gives the bytes to `sink` as they come and ends with `done`. Neither may block

@@ -9,11 +9,11 @@ use headrace_base::{Error, Result, Version};
 use headrace_format::backup::{self, Step};
 use headrace_format::key;
 use headrace_format::record::{Seal, Snapshot, VolumeRecord};
-use headrace_meta::{Commit, CommitError, Durability, MetaStore, Write};
+use headrace_meta::{Commit, Durability, MetaStore, Write};
 use headrace_object::ObjectTier;
 
 use crate::backup::{BackupId, BackupManifest, RowsObject, newest_backup, read_manifest};
-use crate::packs::must_commit;
+use crate::packs::{must_commit, no_conflict};
 use crate::tiers::volume_at;
 
 /// Rows of one commit.
@@ -94,11 +94,7 @@ impl Found {
         }
         let kept = self.globals.into_iter().filter(|(key, _)| matches!(key.first(), Some(b'N' | b'O')));
         let writes = kept.filter_map(|(key, value)| Some(Write::Put(key, value?))).collect();
-        match store.commit(Commit { preconditions: Vec::new(), writes }, Durability::Durable) {
-            Ok(_) => Ok(()),
-            Err(CommitError::Failed(error)) => Err(error),
-            Err(CommitError::Conflict(_)) => Err(Error::internal("a commit without preconditions conflicts")),
-        }
+        no_conflict(store.commit(Commit { preconditions: Vec::new(), writes }, Durability::Durable)).map(drop)
     }
 
     /// Ends the store's version if records name the one that was filled in.
@@ -127,11 +123,10 @@ impl Found {
         if writes.is_empty() {
             return Ok(());
         }
-        match store.seal(Commit { preconditions: Vec::new(), writes }) {
-            Ok(sealed) if sealed == now => Ok(()),
-            Ok(sealed) => Err(Error::internal(format!("version {} ended, not {}", sealed.0, now.0))),
-            Err(CommitError::Failed(error)) => Err(error),
-            Err(CommitError::Conflict(_)) => Err(Error::internal("a seal without preconditions conflicts")),
+        let sealed = no_conflict(store.seal(Commit { preconditions: Vec::new(), writes }))?;
+        if sealed != now {
+            return Err(Error::internal(format!("version {} ended, not {}", sealed.0, now.0)));
         }
+        Ok(())
     }
 }

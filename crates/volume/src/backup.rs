@@ -32,6 +32,7 @@ use headrace_meta::{At, Commit, Durability, Write};
 use headrace_object::{ObjectTier, Stored};
 use serde::{Deserialize, Serialize};
 
+use crate::packs::no_conflict;
 use crate::tiers::Tiers;
 use crate::volume::Volume;
 
@@ -220,7 +221,7 @@ impl Volume {
     fn backup_to(&self, tiers: &Tiers) -> Result<message::BackupDone> {
         let tier = &tiers.remote.tier;
         tiers.remote.confirm_owner(Duration::ZERO)?;
-        let epoch = tiers.owner.epoch;
+        let epoch = tiers.remote.owner().epoch;
         let last = self.reconcile(tier, epoch)?;
         self.flusher.flush_all()?;
         if let Some(last) = &last
@@ -286,13 +287,7 @@ impl Volume {
     fn complete(&self, backup: Backup, before: Option<Version>) -> Result<()> {
         let commit =
             Commit { preconditions: Vec::new(), writes: vec![Write::Put(key::backup(), backup.encode())] };
-        match self.store.commit(commit, Durability::Durable) {
-            Ok(_) => {}
-            Err(headrace_meta::CommitError::Failed(error)) => return Err(error),
-            Err(headrace_meta::CommitError::Conflict(_)) => {
-                return Err(Error::internal("a commit without preconditions conflicts"));
-            }
-        }
+        no_conflict(self.store.commit(commit, Durability::Durable))?;
         crash::point("backup-recorded");
         match before {
             Some(before) => match self.release_version(before) {
@@ -312,7 +307,7 @@ impl Volume {
         created: Timestamp,
     ) -> Result<(BackupManifest, u32, u64, u64)> {
         let tier = &tiers.remote.tier;
-        let epoch = tiers.owner.epoch;
+        let epoch = tiers.remote.owner().epoch;
         let id = BackupId { epoch, version };
         let globals = self.globals()?;
         let waits = self.flusher.hurry(tiers.remote.uploads.all_dirty());
@@ -483,7 +478,7 @@ fn clean_backups(tier: &ObjectTier, newest: &BackupManifest) -> Result<()> {
 /// Starts the thread that backs the volume up. It holds the volume only while it works.
 pub fn start(volume: &Arc<Volume>) -> Result<std::thread::JoinHandle<()>> {
     let backups = Arc::clone(&volume.backups);
-    let adopted = volume.tiers.as_ref().is_some_and(|tiers| tiers.owner.epoch > 0);
+    let adopted = volume.tiers.as_ref().is_some_and(|tiers| tiers.remote.owner().epoch > 0);
     // A folder that took a volume over has no backup of its own yet, and the collector waits for it.
     let mut pause = if adopted && volume.last_backup()?.is_none() { Duration::ZERO } else { EVERY };
     let volume = Arc::downgrade(volume);

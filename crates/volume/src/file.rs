@@ -211,24 +211,22 @@ impl OpenFile {
 
     /// Fills `out` from `offset`; fewer bytes only at the end of the file.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<usize> {
-        if !self.mode.read {
-            return Err(Error::errno(errno::EBADF, "the file is not open for reading"));
-        }
-        match &self.body {
-            Body::Live(pin) => self.volume.read_pinned(pin, offset, out, Fetch::Wait),
-            Body::Past(past) => self.volume.read_past(past, offset, out, Fetch::Wait),
-        }
+        self.read_as(offset, out, Fetch::Wait)
     }
 
     /// `read` for a thread that others wait for: `is_not_here` of the error if it would have to wait for the object
     /// tier.
     pub fn read_at_hand(&self, offset: u64, out: &mut [u8]) -> Result<usize> {
+        self.read_as(offset, out, Fetch::Refuse)
+    }
+
+    fn read_as(&self, offset: u64, out: &mut [u8], fetch: Fetch) -> Result<usize> {
         if !self.mode.read {
             return Err(Error::errno(errno::EBADF, "the file is not open for reading"));
         }
         match &self.body {
-            Body::Live(pin) => self.volume.read_pinned(pin, offset, out, Fetch::Refuse),
-            Body::Past(past) => self.volume.read_past(past, offset, out, Fetch::Refuse),
+            Body::Live(pin) => self.volume.read_pinned(pin, offset, out, fetch),
+            Body::Past(past) => self.volume.read_past(past, offset, out, fetch),
         }
     }
 

@@ -236,12 +236,13 @@ impl Flusher {
         let taken = {
             let mut state = pin.lock();
             let bytes = state.dirty.bytes();
-            if !self.has_file_segments() && state.writer.is_none() {
-                return Ok(());
-            }
             let streams = match &state.writer {
                 Some(writer) => bytes >= SPILL_BYTES && state.dirty.contiguous_from(writer.bytes()).is_some(),
-                None => bytes >= FILE_SEGMENT_BYTES && starts_file_segment(&state, FILE_SEGMENT_BYTES),
+                None => {
+                    self.has_file_segments()
+                        && bytes >= FILE_SEGMENT_BYTES
+                        && starts_file_segment(&state, FILE_SEGMENT_BYTES)
+                }
             };
             if !streams || state.busy {
                 return Ok(());
@@ -299,12 +300,14 @@ impl Flusher {
             return Ok(());
         }
         self.packs.close();
-        for pin in self.live.all() {
-            if pin.lock().writer.is_some() {
-                self.end_segment(&pin)?;
-            }
-        }
-        Ok(())
+        self.streaming().iter().try_for_each(|pin| self.end_segment(pin))
+    }
+
+    /// Inodes with an open file segment.
+    fn streaming(&self) -> Vec<Pin> {
+        let mut pins = self.live.all();
+        pins.retain(|pin| pin.lock().writer.is_some());
+        pins
     }
 
     /// Everything of this inode is in a segment and committed when it returns; durable after `store.sync`.
@@ -391,11 +394,7 @@ impl Flusher {
     pub fn sync_all(&self) -> Result<Vec<SegmentId>> {
         self.flush_all()?;
         let Some(uploads) = self.uploads() else { return Ok(Vec::new()) };
-        for pin in self.live.all() {
-            if pin.lock().writer.is_some() {
-                self.retire_writer(&pin)?;
-            }
-        }
+        self.streaming().iter().try_for_each(|pin| self.retire_writer(pin))?;
         let waits = uploads.hurry(uploads.all_dirty());
         self.packs.close();
         self.store.sync()?;

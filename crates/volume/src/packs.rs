@@ -160,12 +160,16 @@ impl Packs {
 
 /// For commits whose preconditions only a fault of ours can break.
 pub fn must_commit(store: &dyn MetaStore, commit: Commit) -> Result<()> {
-    match store.commit(commit, Durability::Relaxed) {
-        Ok(_) => Ok(()),
-        Err(CommitError::Failed(error)) => Err(error),
-        Err(CommitError::Conflict(key)) => Err(Error::internal(format!(
+    no_conflict(store.commit(commit, Durability::Relaxed)).map(drop)
+}
+
+/// The outcome of a commit or a seal whose preconditions only a fault of ours can break.
+pub fn no_conflict<T>(outcome: Result<T, CommitError>) -> Result<T> {
+    outcome.map_err(|error| match error {
+        CommitError::Failed(error) => error,
+        CommitError::Conflict(key) => Error::internal(format!(
             "a commit met an unexpected state of key {:?}",
             key.escape_ascii().to_string()
-        ))),
-    }
+        )),
+    })
 }

@@ -321,7 +321,7 @@ impl Remote {
             match arrived {
                 Arrived::Gone | Arrived::Whole => {}
                 Arrived::Part(part) => match read(From::Part(&part)) {
-                    // What a crash of the machine left, or a damaged disk: fetched again, once.
+                    // What a crash of the machine left, or a damaged disk or answer: fetched again.
                     Err(error) if error.kind() == Kind::Corrupt && repairs < REPAIRS_MAX => {
                         repairs += 1;
                         tracing::warn!(%segment, %error, "damaged bytes on flash are fetched again");

@@ -77,7 +77,6 @@ pub struct TierStatus {
 #[derive(Debug)]
 pub struct Tiers {
     pub remote: Arc<Remote>,
-    pub owner: Owner,
     /// The outcome of the last check.
     checked: Arc<(Mutex<Check>, Condvar)>,
     opened: Instant,
@@ -111,13 +110,13 @@ impl Tiers {
         let uploads = Arc::new(Uploads::new());
         let remote = Arc::new(Remote::new(tier, owner, Arc::clone(flash), Arc::clone(&uploads), bytes_max));
         uploads.connect(&remote);
-        Ok(Tiers { remote, owner, checked: Arc::default(), opened: time::monotonic_now() })
+        Ok(Tiers { remote, checked: Arc::default(), opened: time::monotonic_now() })
     }
 
     /// Checks the store, and starts the uploads when it has passed. Invalid if it has failed.
     pub fn start(&self, store: &Arc<dyn MetaStore>, flusher: &Arc<Flusher>) -> Result<Vec<JoinHandle<()>>> {
         let mut threads = Vec::new();
-        let (tier, owner) = (Arc::clone(&self.remote.tier), self.owner);
+        let (tier, owner) = (Arc::clone(&self.remote.tier), self.remote.owner());
         let (checked, uploads) = (Arc::clone(&self.checked), Arc::clone(&self.remote.uploads));
         threads.push(thread::spawn("object-check", move || keep_checking(&tier, owner, &checked, &uploads))?);
         for _ in 0..UPLOADS_MAX {
@@ -302,7 +301,7 @@ fn read_marker(tier: &ObjectTier, bytes: &[u8]) -> Result<Marker> {
 }
 
 /// Makes an existing volume's prefix this folder's: its owner from now on, with the epoch that this gives.
-pub fn take_over(tier: &ObjectTier) -> Result<(Owner, Timestamp)> {
+pub fn take_over(tier: &ObjectTier) -> Result<Owner> {
     let found = tier.get_whole(MARKER).map_err(|error| match error.kind() {
         Kind::NotFound => Error::not_found(format!("there is no volume at {}", tier.location())),
         _ => error,
@@ -318,7 +317,7 @@ pub fn take_over(tier: &ObjectTier) -> Result<(Owner, Timestamp)> {
         Kind::Conflict => error.context("another machine takes the volume over at this moment"),
         _ => error,
     })?;
-    Ok((owner, Timestamp(marker.created_ns)))
+    Ok(owner)
 }
 
 /// Whose volume a prefix is. NotFound if it has no marker.

@@ -19,7 +19,7 @@ use headrace_format::record::{Content, Inode, Seal, Snapshot, decode_extents};
 use headrace_meta::{At, Commit, CommitError, Durability, Kept, MetaStore, Precondition, Write};
 
 use crate::collect::Collector;
-use crate::packs::must_commit;
+use crate::packs::{must_commit, no_conflict};
 use crate::volume::Volume;
 
 /// Keys of one step: a transaction of a few milliseconds, which commits may have to wait for.
@@ -271,11 +271,7 @@ impl Volume {
     /// written before the call is in it.
     pub fn hold_version(&self) -> Result<Version> {
         self.flusher.flush_all()?;
-        match self.cleaner.cut(Vec::new(), |version| vec![Write::Put(key::held(version), Vec::new())]) {
-            Ok(version) => Ok(version),
-            Err(CommitError::Failed(error)) => Err(error),
-            Err(CommitError::Conflict(_)) => Err(Error::internal("a cut without preconditions conflicts")),
-        }
+        no_conflict(self.cleaner.cut(Vec::new(), |version| vec![Write::Put(key::held(version), Vec::new())]))
     }
 
     /// Versions that are held without a name, oldest first.

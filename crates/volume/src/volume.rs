@@ -226,8 +226,7 @@ impl Volume {
             found.fill(tier, &store)?;
             store.close()?;
             // Last: until here the volume is where it was.
-            let (owner, _) = tiers::take_over(tier)?;
-            marker.epoch = owner.epoch;
+            marker.epoch = tiers::take_over(tier)?.epoch;
             // Whoever had it may have backed it up once more meanwhile, and removed what was read here. Now nobody does.
             let found = adopt::find(tier)?;
             if found.id() != filled {
@@ -283,8 +282,7 @@ impl Volume {
                 tiers::claim(tier, Owner { volume: id, epoch }, now)?;
             }
             // Last: until here the volume is where it was.
-            let (owner, _) = tiers::take_over(tier)?;
-            marker.epoch = owner.epoch;
+            marker.epoch = tiers::take_over(tier)?.epoch;
             write_marker(&mut unfinished, folder, &marker)?;
         }
         finish_marker(folder)?;
